@@ -19,7 +19,7 @@ __all__ = ["exceeds_quota", "extend", "extend_many", "give_states"]
 
 
 def extend(state: CacheState, seq: Sequence, n: int) -> int:
-    """Reserve pages for `n` more tokens. Returns the number of missing pages."""
+    """Reserve pages for `n` more tokens. Returns the number of missing pages, or 0 on success."""
     ensure_open(state, seq)
     n = index(n)
     if n < 0:
@@ -64,8 +64,8 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
-    """Reserve pages for `n` more tokens of many rows. `n` is one number, or one for each row. Returns the number of
-    missing pages."""
+    """Reserve pages for `n` more tokens of many rows (open sequences). `n` is one number, or one for each row.
+    Returns the number of missing pages, or 0 on success."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     n = n if isinstance(n, np.ndarray) else index(n)
@@ -100,7 +100,8 @@ def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
 
 
 def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
-    """Extend rows one by one, after a check that all of them fit together. Row i gets pages for `counts[i]` tokens."""
+    """Extend rows one by one. Row i gets pages for `counts[i]` tokens. First checks that the pages of all rows fit
+    together, so that usually either all rows or none are extended. Returns the number of missing pages."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
     for seq, n in zip(sequences, counts, strict=True):
@@ -127,7 +128,8 @@ def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate live states and queue the copy of the snapshot. The pages must already be charged."""
+    """Allocate the live states of a sequence, and queue the copy of the snapshot into them. The pages must already be
+    charged to the account."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
@@ -152,7 +154,7 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
-    """Allocate blocks. Their pages must already be charged."""
+    """Allocate `blocks` more blocks. Their pages must already be charged to the account."""
     row, table = seq.row, state.block_tables
     have = table.blocks.item(row)
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
@@ -163,7 +165,7 @@ def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
 
 
 def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
-    """Replace the shared pages of a partial block by copies."""
+    """Replace the shared pages of the partial block `block` by copies that only this sequence uses."""
     row, table = seq.row, state.block_tables
     source = table.tables[:, row, block][None].copy()
     target = state.pages.allocate(1, source[0] if state.pages.owners else None)
@@ -190,9 +192,8 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
-    """Return the media before `stop` whose runs must be allocated. The sequence does not have these runs. If the
-    request reads the cache, the runs are not cached either.
-    """
+    """Return the media before `stop` whose runs must be allocated, because neither the sequence nor the cache has
+    them. If the request does not read the cache, cached runs are ignored."""
     new: dict[bytes, Media] = {}
     for item in seq.media:
         key = seq.root.hash + item.digest

@@ -2,9 +2,9 @@
 
 """The causal convolution in Triton, with one program for each chunk of a row and block of channels.
 
-Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the new
-inputs from x. One call can therefore read and write a page while chunks run in parallel. One thread sums an output
-over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
+Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the newest
+inputs, which it takes from x. Chunks can therefore run in parallel in one call that reads and writes the page. One
+thread sums an output over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
 """
 
 from __future__ import annotations

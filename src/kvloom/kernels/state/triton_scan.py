@@ -3,8 +3,8 @@
 """Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, and time runs in a
 loop.
 
-If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows
-are also split into chunks in time, and each chunk is processed twice:
+If there are enough rows to fill the device, a program processes a whole row for a block of channels. If there are only
+a few long rows, they are also split into chunks in time. Each chunk is then processed twice:
 
     SUMMARY   every chunk from zeros             →  the chunk's last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last state
@@ -56,7 +56,7 @@ ENOUGH = 2048
 
 @triton.jit
 def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the rate of every channel and state as an exponent of 2."""
+    """Return the rate of every channel and state element, for use as an exponent of 2."""
     real = (column < channels)[:, None] & (n < N)[None, :]
     if LINEAR:
         rates = tl.where(real, LOG2E, 0.0)
@@ -67,7 +67,7 @@ def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
 
 @triton.jit
 def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr, GROUPED: tl.constexpr):
-    """Load b or c of one token: [1, n] for all channels, or [channels, n] if channels are grouped."""
+    """Load b or c of one token: [1, n] if all channels share it, or [channels, n] if channels are grouped."""
     if GROUPED:
         place = (column // per_group)[:, None] * group_stride + n[None, :]
         found = tl.load(b + offset + place, mask=real[:, None] & (n < N)[None, :], other=0.0)

@@ -63,9 +63,8 @@ def steps_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the steps and their summed decay. `steps` and `cum` are [heads, tokens], so that a chunk of one head is
-    contiguous.
-    """
+    """Compute the step of every token, and the log decays summed from the start of its chunk. `steps` and `cum` are
+    [heads, tokens], so that a chunk of one head is contiguous."""
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -194,9 +193,8 @@ def output_kernel(
 def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
-    """Load the inputs of one token: `width` inputs and `size` elements of the vectors. With `some`, also load the
-    step.
-    """
+    """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`). If
+    `some` is true, also load the step. Returns x, b, c and the step."""
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)

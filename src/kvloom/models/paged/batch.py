@@ -36,12 +36,14 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of first tokens that are already computed and end at the sequence's length. Recurrent
-      layers compute them again, because the states end before them. With `rewrites`, their K and V are also written
-      again, because a draft model may lack them.
-    - `drafts`: the number of last tokens that are a draft. Recurrent layers do not store a state for them.
-    - `skipped`: the number of tokens between the sequence's length and the first token. A draft model has already
-      computed them as a draft."""
+    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length includes
+      them. Only recurrent layers compute them again, because their states do not cover these tokens yet. With `rewrites`,
+      their K and V are also written again, because a draft model may lack them.
+    - `drafts`: the number of tokens at the end of `tokens` that are a draft. Recurrent layers do not store a state for
+      them.
+    - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
+      computed them as a draft.
+    """
 
     sequence: Sequence
     tokens: Ints
@@ -65,8 +67,9 @@ class ColdRows:
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
-    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
-    | sizes         | lengths without cold tokens, on the host                                                     |
+    | tables[group] | page ids in the pool [runs, rows, blocks]; each row begins with its first block that is not  |
+    |               | cold                                                                                         |
+    | sizes         | lengths of the rows without cold tokens, on the host                                         |
     | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
     """
 
@@ -86,15 +89,16 @@ class Batch:
     | pages[group], places  | the two parts of a slot                                                              |
     | last                  | index of each row's last token                                                       |
     | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
-    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: only the device has them      |
+    | replayed              | one CUDA graph computes the step                                                     |
+    | bounds, sizes         | starts and lengths on the host; invalid if `replayed`: only the device has them      |
     | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
     | embeds                | embeddings in place of `tokens`, if the step has images                              |
-    | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
+    | spans                 | image id of each token; tokens of one image see each other in both directions        |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
     | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
-    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
-    | longest               | if `replayed`: most tokens of a row                                                  |
+    | drafts                | number of draft tokens at the end of each row; empty if no row has any               |
+    | longest               | if `replayed`: largest number of tokens of a row                                     |
     | stored                | if `longest` > 1: tokens of each row after which recurrent layers store their state  |
 
     Padding tokens and rows may follow the last bound.
@@ -124,12 +128,12 @@ class Batch:
     longest: int = 1
     stored: torch.Tensor | None = None
     replays: bool = False
-    """Whether some tokens are already computed, and only recurrent layers compute them again."""
+    """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The row of each token, and the number of tokens that it sees. None unless each row consists of one token and
-        its drafts."""
+        """The row of each token, and the number of tokens that it sees. None unless each row consists of one new token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -143,7 +147,8 @@ class Batch:
 DRAFT_STEP_TOKENS = 256
 """Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
-"""Source of a token that is already computed. Its K and V are written to page 0."""
+"""Source of a token that is already computed. Its K and V must not be written again, so they go to page 0, which no
+sequence uses."""
 
 
 @dataclass(slots=True)
@@ -192,9 +197,9 @@ class BatchBuilder:
     """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
     rows.
 
-    A step must be launched before the next one is built. Building waits if the device is two steps behind.
-    `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states
-    that images shift rotary positions.
+    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
+    states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
+    used. `shifted` states that images shift rotary positions.
     """
 
     def __init__(
@@ -225,13 +230,11 @@ class BatchBuilder:
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._padding: dict[
-            int, Ids
-        ] = {}  # uploaded numbers of padding rows, by the size of a step with drafts
+        self._padding: dict[int, Ids] = {}  # numbers of padding rows, by the size of a step with drafts
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. They are needed
-        if a work uses one of these tokens."""
+        """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
+        needed only if the `source` of a work refers to one of them."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -267,9 +270,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
-        the last padding row gets all remaining tokens.
-        """
+        """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding rows
+        fill the batch up to `rows`. The last padding row gets all remaining tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -281,9 +283,8 @@ class BatchBuilder:
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
-        """Upload a step of up to `size` tokens for a replay of `drafted(size)`, with the changed block table entries.
-        Each remaining token is a padding row.
-        """
+        """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`. The
+        upload includes the changed entries of block tables. Each remaining token is a padding row."""
         block = self._padding.get(size)
         if block is None:
             block = self._padding[size] = self._drafted_padding(size)
@@ -326,9 +327,8 @@ class BatchBuilder:
         return block
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and the changed block
-        table entries.
-        """
+        """Upload a step of single tokens, for a replay of the graph that was captured with `replayed(rows)`. The
+        upload includes padding rows and the changed entries of block tables."""
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -347,9 +347,8 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of a replayed step with `rows` single tokens. Every replay computes the batch from the
-        last `send_singles`.
-        """
+        """Return the batch with which a graph for `rows` single tokens is captured. Every replay computes the batch
+        from the numbers of the last `send_singles`."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -372,19 +371,16 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes the batch from the
-        last `send`.
-
-        The `bounds` and `sizes` of the batch are placeholders.
-        """
+        """Return the batch with which a graph for up to `tokens` tokens is captured. Every replay computes the batch
+        from the numbers of the last `send`. `bounds` and `sizes` of the batch are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of a replayed step of `tokens` tokens, with at most `longest` in a row. It has as many rows
-        as tokens. Every replay computes it from the last `send_drafted`.
-        """
+        """Return the batch with which a graph for `tokens` tokens in rows with drafts is captured. A row has at most
+        `longest` tokens. The batch has as many rows as tokens. Every replay computes the batch from the numbers of the
+        last `send_drafted`."""
         width, sequences, blocks = self._tables.shape
         states, sent = self._states, self._sent
         fields = 3 + width + (states + 1 if states else 0) + self._shifted
@@ -401,18 +397,8 @@ class BatchBuilder:
             self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
         stored = of_rows[at + states] if states else of_rows[:0]
         shifts = of_rows[-1] if self._shifted else of_rows[:0]
-        numbers = (
-            ids,
-            positions,
-            source,
-            row_of,
-            of,
-            lengths,
-            starts,
-            of_rows[at : at + states],
-            shifts,
-            stored,
-        )
+        pages_of_states = of_rows[at : at + states]
+        numbers = (ids, positions, source, row_of, of, lengths, starts, pages_of_states, shifts, stored)
         bounds = tuple(range(tokens + 1))
         batch = self._gather(numbers, blocks, chosen, (False,) * tokens, bounds, (0,) * tokens)
         return replace(batch, replayed=True, longest=longest)
@@ -480,8 +466,8 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and the pages of this block. If a row has more than one new
-        block, its table is uploaded immediately."""
+        """Return the new block of each row (-1 for none) and the page ids of this block. If more than one block of a
+        row has changed, its table is uploaded here instead."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -492,7 +478,7 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some rows. The upload of each row starts at its block in `first`."""
+        """Upload the block tables of some rows. `first` is the first block to upload, for each row."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -509,8 +495,8 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """Return the batch without device tables, computed in numpy. A numpy call takes a third of the time of a
-        torch call."""
+        """Return the batch for a device that uses the cache's own block tables (a CPU). Computed in numpy, because a
+        numpy call takes a third of the time of a torch call."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
