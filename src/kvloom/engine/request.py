@@ -47,8 +47,11 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
 
 @dataclass(slots=True, eq=False)
 class SloState:
-    """The objective of a request, its prediction at admission, its refusal, and its measured times. The predicted
-    TTFT counts from the arrival. Times are on the cache's clock, and 0 means "not yet"."""
+    """The objective of a request, its prediction at admission, its refusal, and its measured times.
+
+    The predicted TTFT counts from the arrival. `first_token` and `last_token` are times on the cache's clock, or 0
+    before that token has arrived.
+    """
 
     objective: Objective
     arrived: float
@@ -199,8 +202,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. Its `read` is off if the request skips the cache or must compute every
-        prompt token.
+        """The cache control for a match. It does not read the cache if the request skips the cache or must compute
+        every prompt token. It does not store if the request skips the cache or is long.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -222,13 +225,15 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are requested and missing. If so, every prompt token is computed."""
+        """Whether the request asks for prompt log-probabilities that are not complete yet. Every prompt token is then
+        computed.
+        """
         wanted = self.params.prompt_logprobs is not None and self.parent is None
         return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
 
     @property
     def computes_prompt_logprobs(self) -> bool:
-        """Whether the next tokens of the request give prompt log-probabilities."""
+        """Whether the next tokens of the request are prompt tokens whose log-probabilities are wanted."""
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:

@@ -2,6 +2,8 @@
 
     runner.run(works) → logits after each work's last token, on the device; does not wait
 
+A `Work` is the tokens of one sequence in a step.
+
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
 | one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
@@ -75,9 +77,10 @@ class ModelRunner:
         drafts: int = 0,
         target: ModelRunner | None = None,
     ) -> None:
-        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
-        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step. With
-        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
+        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and the
+        buffers of batches. A step has at most `drafts` draft tokens and tokens that recurrent layers compute again.
+        With `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only).
+        """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -155,11 +158,12 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the
-        works `wanted`. A work with drafts has one more row for each draft token.
+        """Compute a step. Return logits [rows, vocabulary], on the device, valid until the next step. Does not wait.
 
-        The logits after every token of the works `whole` follow. The hidden states of the works `pooled` are stored
-        in `hidden_states`. Results are valid until the next step."""
+        The first rows are the logits after the last token of each work, or only of the works at the indices `wanted`. A
+        work with drafts has one more row for each draft token. Then follow the logits after every token of the works
+        `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        """
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
@@ -246,8 +250,10 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences with the given token counts. Returns the number of tokens. Counts are
-        reduced if the step or the pool is too small. `limit` is the prompt length.
+        """Run several steps of the same temporary sequences, and return the number of computed tokens.
+
+        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step or the
+        pool is too small for it. `limit` is the length of each prompt. Each step passes its logits to `choose`.
         """
         open_: dict[int, Sequence] = {}
         done = 0
@@ -280,7 +286,7 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run the largest decode step on padding rows, without a graph."""
+        """Run the largest decode step once on padding rows, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
@@ -321,7 +327,9 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether some works share pages. Sends the shared runs to the device."""
+        """Return whether sequences of the step share pages. If so, the shared page runs are sent to the device, so that
+        attention reads them once. Searches only if the sequences differ from those of the previous call.
+        """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
         sharers = (size, *(work.sequence for work in works))
@@ -396,7 +404,7 @@ def _partial_sum_tokens(longest: int) -> int:
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether a work has images, or positions that images shift."""
+    """Return whether images affect a work: the work contains image tokens, or images shift its positions."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 

@@ -1,4 +1,4 @@
-"""Measured throughput: estimates the seconds of an amount of work, from a line through recent measurements."""
+"""Estimates how many seconds an amount of work takes, from a line fitted to recent measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class TimeModel:
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Weight of three measurements. Fewer are not trusted, because the first one often includes one-time costs."""
+    """Sum of the weights of three measurements. With fewer measurements the estimate is not trusted, because the first
+    measurement often includes one-time costs.
+    """
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
