@@ -281,8 +281,10 @@ def _chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
-    """Return the path, the name and the arguments of each model: those of the command line, then those that only the
-    configuration file has. Raises ValueError for a table of a model that is not served.
+    """Return path, name and arguments of each model to serve. The models of the command line come first, then those of
+    the configuration file.
+
+    Raises ValueError for a [models.NAME] table that sets no model and belongs to no model of the command line.
     """
     from kvloom.models.specs import folder_of
 
@@ -312,7 +314,9 @@ def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argpa
 def _models(
     args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for several models without a pool size."""
+    """Return the models to serve. Raises ValueError for memory options that conflict or are missing, such as several
+    models without a pool size.
+    """
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start

@@ -291,7 +291,7 @@ class EngineClient:
         return failure or (f"died by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def _handle(self, message: FromEngine) -> str:
-        """Handle a message. If the engine cannot be used, return the reason, else ""."""
+        """Handle a message of the engine process. Return the reason if the engine cannot be used, else ""."""
         if isinstance(message, Outputs):
             self._deliver(message)
             return ""
@@ -350,10 +350,10 @@ class EngineClient:
 
 
 def _restart(start: Start, before: Ready) -> Start:
-    """Return the start options of a restarted engine. All tiers are optional, so that an unavailable tier does not
-    prevent serving.
+    """Return the start options for a restart after an engine (`before`) has died.
 
-    A pool that shares memory starts with its last size, because other pools may use the rest.
+    All tiers become optional, so that an unavailable tier does not prevent serving. A pool that shares memory starts
+    with its last size, because other pools may use the rest.
     """
     settings = {
         **start.settings,

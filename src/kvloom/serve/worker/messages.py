@@ -377,8 +377,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens of one
-    request. `number` is the number of the last completed ResizePool."""
+    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens that one
+    request may have. `number` is that of the last ResizePool message that was carried out.
+    """
 
     pool_bytes: int
     target_bytes: int

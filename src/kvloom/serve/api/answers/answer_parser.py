@@ -47,9 +47,11 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
-    template shows tools to the model. `special` states that a marker is a special token, so special tokens must stay in
-    the text."""
+    """The formats in which the served model writes tool calls and reasoning.
+
+    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format is a
+    special token. Special tokens must then stay in the text.
+    """
 
     calls: type[ToolCallParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -68,9 +70,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer that has reasoning before the required structure.
-
-        Return None if the structure applies from the first token on."""
+        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if the answer
+        has no reasoning, so the structure applies from the first token on.
+        """
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None
         return after_reasoning(*structure)
