@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["arguments", "run"]
 
 DEFAULT_BYTES = 131072
-"""Bytes per token of an 8B Llama 3 in bf16. It converts sizes in bytes if no model is given."""
+"""Bytes per token of an 8B Llama 3 in bf16. Sizes in bytes are converted to blocks with this value if no model is
+given.
+"""
 Row = tuple[Outcome, Load | None]
 
 
@@ -185,7 +187,9 @@ def run(args: Namespace) -> int:
 
 
 def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Plan a fleet: workers, roles, and whether to switch roles."""
+    """Find the smallest fleet for the traffic and print the plan: workers, roles, and whether to switch roles. Returns
+    the exit status.
+    """
     from .fleet_plan import plan_fleet
 
     _exclude(args, "plan", ("policy", "tier", "size", "cost", "plot", "ended", "workers", "prefill", "route"))
@@ -216,7 +220,7 @@ def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int
 
 
 def _link_tokens(args: Namespace, per_token: int) -> float:
-    """Return the tokens per second of a link."""
+    """Return how many tokens per second the pages of --link bytes per second are. Infinite without --link."""
     return math.inf if args.link is None else args.link / per_token
 
 
@@ -227,7 +231,9 @@ def _exclude(args: Namespace, option: str, names: Sequence[str]) -> None:
 
 
 def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Replay over several workers, for every capacity, speed, route and admission."""
+    """Replay over several workers, for every capacity, speed, route and admission, and print the results. Returns the
+    exit status.
+    """
     from .fleet import replay_fleet
 
     _exclude(args, "workers", ("policy", "tier", "size", "cost", "plot", "ended"))

@@ -1,8 +1,8 @@
 """Waiting times of a replay on given hardware.
 
 New prompt tokens are computed, and cached tokens are read from their tier. Requests queue for `devices` devices in
-order of arrival. Decode takes a fixed time per token. The model is a roofline. It can compare caches, but does not
-predict latency.
+order of arrival. Decode takes a fixed time per token. All times come from a roofline (FLOPs and bytes divided by
+rates). They serve to compare caches, not to predict latency.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Timing of a replay. `busy` above 1 means that the devices are overloaded, and waiting times have no limit."""
+    """Times to first token of a replay in seconds, and the throughput of the devices.
+
+    `busy` is the time that the devices need, divided by the time of the trace. Above 1 the devices are overloaded, and
+    waiting times grow without limit.
+    """
 
     mean_ttft: float
     p50_ttft: float
