@@ -40,8 +40,9 @@ __all__ = ["ClusterFile", "Group"]
 ROLES = ("prefill", "decode", "both")
 SHARE_PORT = 7400
 SURGE = 2
-"""Number of ports in addition to one per replica. During a rolling restart, old and new replicas run at the same
-time."""
+"""Number of ports of a prefill group beyond one per replica. In a rolling restart, old and new replicas run at the same
+time.
+"""
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
     "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
