@@ -33,7 +33,7 @@ MAX_PREFIXES = 50_000
 FORGET_SECONDS = 600.0
 """A prefix is no longer hot after this many seconds without a hit."""
 PAUSE_SECONDS = 30.0
-"""Time between two copies of the same prefix."""
+"""Seconds between two copies of the same prefix."""
 MAX_RUNNING = 4
 CALL_SECONDS = 60.0
 
@@ -67,7 +67,9 @@ class Replicator:
     def observe(
         self, call: Call, cached: int, hashes: Sequence[int], lengths: Mapping[str, Sequence[int]]
     ) -> None:
-        """Count a hit of `cached` tokens of a call. Copies the prefix in the background if it is hot. Takes microseconds."""
+        """Count a hit of `cached` tokens of a call. If this makes the prefix hot, copy it to another worker in the
+        background. Takes microseconds.
+        """
         tokens = cached // HASH_TOKENS * HASH_TOKENS
         options = self.options
         if options.copies < 2 or tokens < options.min_tokens or not hashes or call.body.get("lossy") is True:
