@@ -49,7 +49,7 @@ class Calibration:
 
     @property
     def scales(self) -> Scales:
-        """The scales by layer and field. A head with only zeros gets the scale for values up to 1."""
+        """The scales by layer and field. A head whose values are all zero gets a scale that covers values up to 1."""
         most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
@@ -152,9 +152,9 @@ def calibrate(
 ) -> Calibration:
     """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
 
-    With a `percentile` below 100, values above the percentile are clamped. Long prompts run in pieces of `context`
-    tokens. Calls `progress(done, total)`. Afterwards an engine can use the model. Raises ValueError for invalid
-    arguments before anything runs.
+    With a `percentile` below 100, the scales cover only values up to this percentile, and larger values will be
+    clamped. Long prompts run in pieces of `context` tokens. Calls `progress(done, total)`. The model is not changed, so
+    an engine can use it afterwards. Raises ValueError for invalid arguments before anything runs.
     """
     if dtype not in QUANTISED:
         raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")

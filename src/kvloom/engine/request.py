@@ -62,8 +62,9 @@ class SloState:
     last_token: float = 0.0
 
     def tbt(self, tokens: int) -> float | None:
-        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, and until the last
-        token has arrived."""
+        """Return the mean seconds between tokens of an output of `tokens` tokens. Returns None for a single token, and
+        until the last token has arrived.
+        """
         if tokens < 2 or not self.last_token:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
@@ -193,8 +194,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, which all samples share. It is created at first use, while the device may be
-        busy."""
+        """The prompt as an array, which all samples share. It is created at first use."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
@@ -212,7 +212,9 @@ class Request:
         return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:
-        """Record the cached tokens of the first start. Later starts do not count."""
+        """Record how many tokens were cached when the request started for the first time. Later starts, such as after a
+        preemption, do not change the number.
+        """
         if self.cached_tokens is None:
             self.cached_tokens = tokens
 

@@ -95,9 +95,7 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
     )
     answers = "largest number of answers of one request: n or best_of, times prompts (default with API keys: --max-running)"
     add("--max-answers", type=whole(1), metavar="N", help=answers)
-    open_answers = (
-        "largest number of open answers of one tenant (default: 4 times as many as the server can still accept)"
-    )
+    open_answers = "largest number of open answers of one tenant (default: 4 times as many as the server can still accept)"
     add("--max-open", type=whole(1), metavar="N", help=open_answers)
     ttl = "largest ttl of a request, in seconds (default with API keys: 86400)"
     add("--max-ttl", type=number(0, above=True), metavar="S", help=ttl)

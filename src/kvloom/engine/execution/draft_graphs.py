@@ -34,8 +34,8 @@ class _Captured:
 
 
 class DraftGraphs:
-    """The draft graphs of one model. `forward(batch, last)` runs the model. `row_tokens` is the largest number of
-    tokens in a row, and `step_tokens` the largest number in a step.
+    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A row has at most
+    `row_tokens` tokens, and a step at most `step_tokens`.
     """
 
     def __init__(

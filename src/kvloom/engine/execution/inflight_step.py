@@ -105,8 +105,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to
-        their requests. Waits until all of them have arrived.
+        """Wait until all results have arrived. Return the sampled tokens, and the log-probabilities by index of the
+        token. Also adds prompt log-probabilities and embeddings to their requests.
         """
         if self.event is not None:
             self.event.synchronize()

@@ -72,9 +72,9 @@ def measure_budget(
 ) -> MemoryBudget:
     """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory.
 
-    A trial step measures the memory of steps with up to `rows` sequences and `tokens` prompt tokens, in sequences of up
-    to `longest` tokens. `graphs` also reserves memory for CUDA graphs. Takes seconds on a GPU. Raises ValueError if no
-    memory is left.
+    On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
+    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. Takes seconds on a
+    GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -145,8 +145,8 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A
-    large GPU computes longer steps slightly faster, but each token arrives later.
+    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A large
+    GPU gets a larger number, which is slightly faster in total, although each token arrives later.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

@@ -225,7 +225,7 @@ class ModelRunner:
         return logits
 
     def score(self, works: Many[Work]) -> torch.Tensor:
-        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in packed order."""
+        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in the order of `works`."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
@@ -384,7 +384,9 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
+        """Return the memory pool in which all graphs allocate. They can share it, because graphs never run at the same
+        time.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -417,8 +419,9 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens in one partial sum of batch-invariant attention. It is chosen so that there are
-    enough partial sums to fill a device, but at most 64."""
+    """Return the number of tokens in one partial sum of batch-invariant attention, for sequences of up to `longest`
+    tokens. A sequence then has enough partial sums to fill a device, but at most 64.
+    """
     return max(512, -(-longest // (64 * 512)) * 512)
 
 

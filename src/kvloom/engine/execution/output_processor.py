@@ -40,10 +40,11 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Apply the tokens of a step. Return its requests that were not finished before.
+        """Wait for the tokens of a step and apply them to its requests. Return the requests that were still unfinished
+        before.
 
-        `launched_since` is the work of the next step, if it is already launched. Waits until the tokens have arrived,
-        and up to MASK_SECONDS for grammar masks.
+        `launched_since` is the work of the next step, if it is already launched. Also waits up to MASK_SECONDS for
+        grammar masks.
         """
         tokens, logprobs = step.results()
         open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]

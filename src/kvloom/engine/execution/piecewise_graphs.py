@@ -32,7 +32,9 @@ number of tokens at which both times are equal.
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context without garbage collection. Destroying an old graph during a capture would break the capture."""
+    """A context in which garbage collection is off. If an old graph were destroyed during a capture, the capture would
+    fail.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -62,8 +64,10 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
-    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call.
+
+    `forward(batch, last, cutter)` runs the model and calls `cutter` at every attention call. `most` is the number of
+    tokens of the largest step.
     """
 
     def __init__(

@@ -196,8 +196,11 @@ class ColdPages:
         return None
 
     def start(self, request: Request, found: ColdStart) -> bool:
-        """Start the empty sequence of a request with leased pages. Waits until the pages that must be in the pool are
-        copied. If the pool lacks pages, releases the leases and returns False."""
+        """Let the empty sequence of a request continue at `found.position`, with the leased pages as its cold pages.
+        Waits until the pages that must be in the pool are copied there.
+
+        Returns True. If the pool lacks pages, releases the leases and returns False.
+        """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         tail = request.ids(found.position)[len(found.pages) * cache.block_tokens :]
@@ -259,7 +262,7 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return the result of `_visible_blocks`, with the page ids of the blocks in the pool."""
+        """Return the result of `_visible_blocks`, and for each entry the ids of these pages in the pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)

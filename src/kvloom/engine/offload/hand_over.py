@@ -34,8 +34,8 @@ Page = tuple[int, bytes]
 
 
 def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
-    """Return the pages that a prompt needs and the pool lacks, as one list per block, from the first unmatched
-    block on. O(blocks).
+    """Return the pages that a prompt needs and the pool lacks: one list per block, from the first unmatched block on.
+    O(blocks).
 
     With recurrent layers, one more list has the state snapshots and the pages of the partial last block.
     """
@@ -57,8 +57,9 @@ def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
 
 
 def peer_queue(transfers: TransferManager, address: str) -> int | None:
-    """Return the number of the queue whose tier is the peer at `address` (host:port). Return None if no tier has
-    this address."""
+    """Return the index of the queue whose tier is the peer at `address` (host:port). Return None if no tier has this
+    address.
+    """
     for number, queue in enumerate(transfers.queues):
         parts = urlsplit(queue.tier.name)
         if parts.scheme == "peer" and parts.netloc.rpartition("@")[2] == address:
@@ -188,8 +189,8 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Return the pages of `entries` as objects for tiers, by group. With `all_runs`, return the pages of all runs
-        of a group, else only the page of its first run.
+        """Convert pages to objects for tiers, by group. Each entry is a list of pages, as in `needed_pages`. With
+        `all_runs`, all runs of a group are included, else only the first.
         """
         hashes: dict[int, list[bytes]] = {}
         for entry in entries:

@@ -1,10 +1,10 @@
-"""Image embeddings in tiers. After an eviction or a restart, the embeddings of an image are loaded, and the image
-is not encoded again.
+"""Image embeddings in tiers. After an eviction or a restart, the embeddings of an image are loaded, and the image is
+not encoded again.
 
-    page [tokens of the image u64 | 0 … | 16 embeddings]      group IMAGE_GROUP; hash of root, content digest and number
+    page    number of tokens of the image (8 bytes) | padding | 16 embeddings
+    hash    of root, content digest of the image, and index of the page; the layer group is IMAGE_GROUP
 
-Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or
-late.
+Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or late.
 """
 
 from __future__ import annotations

@@ -57,8 +57,10 @@ class LoadLookup:
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """A part of a load job whose pages are loaded together. It contains all pages from token `first` to the start of
-    the next chunk. `fetches` are the loads of these pages. If two jobs need the same page, one job owns the fetch and
+    """A part of a load job whose pages are loaded together: all pages from token `first` to the start of the next
+    chunk.
+
+    `fetches` are the transfers that load these pages. If two jobs need the same page, one job starts the transfer and
     both wait for it.
     """
 
@@ -89,7 +91,9 @@ class TierTransfer:
 
 @dataclass(slots=True, eq=False)
 class PoolCopy:
-    """Pages being copied from host memory into the pool. `resume` is the resumable length before the copy."""
+    """Pages being copied from host memory into the pool. `resume` is the position at which the request could resume
+    before the copy.
+    """
 
     reservation: Reservation
     resume: int

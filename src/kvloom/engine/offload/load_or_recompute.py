@@ -20,7 +20,8 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
-    `loaded_from` to `end`, the end of the prompt, are loaded."""
+    `loaded_from` to `end` are loaded. `end` is the end of the prompt.
+    """
 
     computed_to: int
     loaded_from: int

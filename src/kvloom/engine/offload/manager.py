@@ -157,10 +157,11 @@ class OffloadManager:
         return ImageStore(self.cache, self.transfers, lambda: self.config, self.stats, hidden, dtype)
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
-        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool. Costs
-        a match and a load plan. Does nothing if host memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
+        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
-        `can_wait` states that other requests are scheduled first.
+        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. Costs a
+        match and a load plan. Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load
+        jobs.
         """
         if request.offers_pages:
             self._offering[request] = 0
@@ -196,8 +197,8 @@ class OffloadManager:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
 
         Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
-        otherwise. Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed.
-        If no tier has a page, the call costs a dictionary lookup.
+        otherwise. The call may publish loaded pages in the cache, so the caller must match again if `cache.version`
+        changed. If no tier has a page, the call costs a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:
@@ -279,7 +280,9 @@ class OffloadManager:
 
     @property
     def is_copying_to_pool(self) -> bool:
-        """Whether copies into the pool are in progress. When they end, a request starts or pages become free."""
+        """Whether copies into the pool are in progress. When such a copy ends, a request can start, or pages become
+        free.
+        """
         return self._pool.has_cancelled_copies or any(
             job.copy is not None and not job.copy.is_done for job in self._jobs.values()
         )
@@ -397,7 +400,7 @@ class OffloadManager:
         self._inflight_until = time.monotonic() + self._prefill_time.seconds(tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Record that a step with `tokens` prompt tokens took `seconds`. Steps without prompt tokens count, too."""
+        """Record that a step with `tokens` prompt tokens took `seconds`. Call it for steps without prompt tokens, too."""
         self._prefill_time.observe(tokens, seconds)
 
     @property
@@ -431,7 +434,9 @@ class OffloadManager:
     # -- hand-over between prefill and decode workers ------------------------------------------------
 
     def _offer_pages(self) -> None:
-        """Offload the pages of finished chunks, for workers that wait for them. O(requests that offer pages)."""
+        """Offload the pages of finished prompt chunks, because other workers wait for them. O(requests that offer
+        pages).
+        """
         for request, offered in list(self._offering.items()):
             if request.finish_reason is not None or offered >= len(request.prompt):
                 del self._offering[request]  # a closed sequence has offloaded its last pages

@@ -126,7 +126,9 @@ class PageOffloader:
         self.cache.loading.mark_step(moved)
 
     def offload_ahead(self, is_busy: Callable[[], bool]) -> None:
-        """Evict and offload pages while the device `is_busy`, before the pool runs out of free pages."""
+        """Evict and offload pages while `is_busy()` returns True, so that the pool does not run out of free pages
+        later.
+        """
         if "back" in self._writes:
             while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
@@ -160,7 +162,7 @@ class PageOffloader:
         self._pending = pending
 
     def _on_offload(self, batch: OffloadBatch) -> None:
-        """Queue a batch of the cache if any write policy needs its pages."""
+        """Queue a batch that the cache emits, if the write policy of any tier needs its pages."""
         wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
         if wanted or (batch.evicted and "back" in self._writes):
             lossy = batch.root in self._lossy_roots
@@ -184,7 +186,9 @@ class PageOffloader:
         return self.cache.loading.page_changes()
 
     def _offload(self, batch: OffloadBatch, is_unchanged: bool) -> None:
-        """Start the copies of a batch. `is_unchanged` states that its pages have not moved since it was queued."""
+        """Start the copies of a batch. `is_unchanged` means that none of its pages was evicted or moved since the batch
+        was queued.
+        """
         forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
         for group in self._groups[batch.numbering]:
             for run, form in enumerate(forms[group.index]):

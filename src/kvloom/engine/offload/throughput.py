@@ -80,8 +80,12 @@ class TimeModel:
 def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
-    """Return the first block at which computing all earlier blocks takes as long as loading all later blocks.
-    `compute_seconds` must not decrease, and `load_seconds` must not increase. O(log blocks) calls."""
+    """Return the smallest number of blocks n for which computing the first n blocks takes at least as
+    long as loading the others.
+
+    `compute_seconds(n)` must not decrease with n, and `load_seconds(n)` must not increase. Calls them O(log blocks)
+    times.
+    """
     low, high = 0, blocks
     while low < high:
         middle = (low + high) // 2

@@ -71,7 +71,7 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the objects of a query, for the first run of its layer group."""
+        """Return the pages of a query as objects for tiers. Only the first run of the layer group is included."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
@@ -121,8 +121,8 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def loads_always(self, request: Request) -> bool:
-        """Return whether a request waits for every page that a tier has, without estimates. This is a setting, and also
-        holds for handed-over requests.
+        """Return whether a request loads every page that a tier has, without comparing times. This holds for
+        handed-over requests and, if configured, for all requests.
         """
         return self.config.load == "always" or request.awaits_peer is not None
 
@@ -271,8 +271,8 @@ class TierLoader:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function from a token to the seconds until all missing pages after this token are loaded.
-        Returns None without a measured rate.
+        """Return a function: token → seconds until all missing pages from this token on are loaded. Returns None if no
+        rate was measured.
         """
         transfer, block = job.transfer, self.cache.block_tokens
         bytes_from, chunks = transfer.bytes_from, transfer.chunks
@@ -350,6 +350,6 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return the objects of pages, one entry per run of their layer group."""
+        """Return missing pages as objects for tiers, one entry per run of their layer group."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

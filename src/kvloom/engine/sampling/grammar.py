@@ -257,8 +257,9 @@ class Grammar:
             self._asking.append(asking)
 
     def forget(self, key: int) -> None:
-        """Queue the removal of a state. Sends nothing, because the garbage collector may call this method at any
-        time."""
+        """Queue the removal of a state. Does not send it, because the garbage collector may call this method at any
+        time.
+        """
         self.users -= 1
         self._dropped.append(key)
 

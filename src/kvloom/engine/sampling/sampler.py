@@ -267,7 +267,9 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return `rows`, and for each row one bit per token that the row may sample."""
+    """Return `rows`, and a mask for each of these rows: one bit per token, which is set if the row may sample the
+    token.
+    """
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
         flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1
@@ -317,5 +319,5 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index. Return None if there are no rows, or if all rows are included."""
+    """Return row numbers as an index tensor. Return None if there are no rows, or if they are all rows."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

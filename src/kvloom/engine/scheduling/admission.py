@@ -121,7 +121,7 @@ class Admission:
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
-        """Return, for each running request, the request, the tokens for which it has pages, and its cached tokens."""
+        """Return (request, number of tokens with pages, number of cached tokens) for each running request."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
         blocks = self._cache.reserved_blocks[[sequence.row for _, sequence in some]].tolist()
         have = [
@@ -164,7 +164,9 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool has enough slabs for `pages` of each class ([classes, times]) at every time."""
+        """Return whether the pool has enough slabs at every time. `pages` are the pages of each size class: [classes,
+        times].
+        """
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
 
@@ -174,8 +176,8 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the number of pages of each class ([classes, requests]) for growth from `first` to `ends` tokens.
-        Windowed groups count like full attention.
+        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
+        `first` to `ends` tokens. Windowed groups count like full attention.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

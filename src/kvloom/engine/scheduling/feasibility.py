@@ -33,7 +33,7 @@ class Feasibility:
         """Raise ValueError for a request that can never run. Return whether the request needs cold pages at its largest
         length.
 
-        The pool counts with the size to which it can grow, `reachable_slabs`, if this is larger than its present size.
+        If the pool can grow to `reachable_slabs` slabs, this size counts instead of its present size.
         """
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
@@ -63,8 +63,9 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether a sequence of `length` tokens fits into the tenant's quota, and into the pool after the pool
-        has grown to `reachable_slabs`."""
+        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If the pool can
+        grow to `reachable_slabs` slabs, this size counts.
+        """
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)

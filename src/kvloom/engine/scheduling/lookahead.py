@@ -29,7 +29,9 @@ must end at each checkpoint.
 
 
 class Lookahead:
-    """Looks ahead in one queue. `match` finds the cached prefix of a request."""
+    """Protects pages and requests checkpoints for the next requests in one queue. `match` finds the cached prefix of a
+    request.
+    """
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self._cache, self._queue, self._match = cache, queue, match
@@ -77,8 +79,9 @@ class Lookahead:
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Announce the next checkpoint of a prompt in this step, so that queued requests can wait for it. Does nothing
-        for models without states, whose requests wait for each block."""
+        """Record the next checkpoint of a prompt that runs in this step, so that queued requests can wait for it. Does
+        nothing for models without states, because their requests can resume after each block.
+        """
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
         if position is not None and position >= block:

@@ -1,13 +1,15 @@
-"""The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a
-token budget.
+"""The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a token
+budget.
 
     waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
     running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its
-share are preempted for a waiting tenant below its share. With a single tenant this has no effect. A step may be
-scheduled while the previous step is in flight. Its tokens then count as sampled, and finished requests are skipped.
-A preempted request is recomputed later, but most of its blocks stay cached. The scheduler does not use the model.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its share
+are preempted for a waiting tenant below its share. With a single tenant this has no effect.
+
+A step may be scheduled while the previous step is in flight. The scheduler then treats the tokens of the previous step
+as sampled, although their values are unknown. A preempted request is recomputed later, but most of its blocks stay
+cached. The scheduler does not use the model.
 """
 
 from __future__ import annotations
@@ -363,8 +365,10 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a part
-        in proportion to its weight, and the requests that have waited longest come first."""
+        """Return the decoding requests of this step. If the step limit does not allow all of them, each tenant gets a
+        part of the limit in proportion to its weight. Within a tenant, the requests that have waited longest come
+        first.
+        """
         assert self.step_limit is not None
         most = self.step_limit.tokens
         if len(decodes) <= most:
@@ -382,8 +386,9 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the number of prompt tokens of a step with several tenants. It is smaller than usual, so that a
-        new tenant starts sooner. An image that must stay whole may need a larger step.
+        """Return the largest number of prompt tokens of a step that several tenants share. It is smaller than the usual
+        budget, so that a new tenant starts sooner. With images it is the usual budget, because an image that must not
+        be split may need a large step.
         """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -531,8 +536,9 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Their live
-        states are dropped, because these states may include tokens that were not committed."""
+        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Recurrent
+        states of running requests are dropped, because they may include tokens that were not committed.
+        """
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -621,8 +627,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work. Also record the position and reason of its
-        miss in pool and tiers.
+        """Record the cache hit of a request that starts to compute: the cached tokens, and where and why pool and tiers
+        had no more.
         """
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
@@ -642,8 +648,11 @@ class Scheduler:
             self.offload.request_started(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Schedule one token of each decoding request, in one call if enough pages are free. These tokens do not
-        count against the budget, so that prompt chunks have the sizes for which kernels are prepared.
+        """Schedule one token of each decoding request. If enough pages are free, one call to the cache reserves all of
+        them.
+
+        These tokens do not count against the budget. Prompt chunks therefore have the sizes for which kernels are
+        prepared.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
@@ -659,7 +668,9 @@ class Scheduler:
                 self._reserve(request, 1, picked, places)
 
     def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
-        """Add drafts to the decoding requests. Also add the tokens that their recurrent layers compute again."""
+        """Add the draft tokens to the work of their requests. In models with recurrent layers, also add the tokens that
+        these layers must compute again.
+        """
         if not drafts and not self.cache.has_states:
             return
         for place, (request, work) in enumerate(picked):
@@ -799,7 +810,9 @@ class Scheduler:
         request.uncached = True
 
     def _preempt(self, request: Request, save: bool = True) -> None:
-        """Release the pages of a running request and let it wait again. `save` states that its pages are valid."""
+        """Release the pages of a running request and let it wait again. With `save`, the pages of a long request are
+        first copied to host memory. Without, its pages may be invalid.
+        """
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed

@@ -62,9 +62,12 @@ class SloGate:
         growth: Admission | None,
         offload: OffloadManager | None,
     ) -> Verdict:
-        """Decide about a request with an objective. `limits` are the maximum prompt tokens and requests of a step.
-        A refused request gets a reason. A request is held if it is deferred, or while its lookup in tiers
-        continues."""
+        """Decide whether a request with an objective is admitted, deferred or refused. A refused request gets the
+        reason.
+
+        `limits` are the maximum prompt tokens and requests of a step. A deferred request is held here, and so is a
+        request whose lookup in tiers is not complete.
+        """
         slo, now = request.slo, self._cache.clock.now()
         assert slo is not None
         waited = max(0.0, now - slo.arrived)
@@ -102,7 +105,9 @@ class SloGate:
         return found
 
     def record_tokens(self) -> None:
-        """Record when first tokens and ends of requests occurred. O(open requests with an objective)."""
+        """Record the times at which requests got their first token, and at which they ended. O(open requests with an
+        objective).
+        """
         if not self._open:
             return
         now, left = self._cache.clock.now(), []

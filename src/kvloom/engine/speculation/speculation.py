@@ -186,8 +186,9 @@ class Speculation:
             proposer.step_computed(work, own)
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
-        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time of the
-        proposers."""
+        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time in which
+        drafts were proposed.
+        """
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
             return
