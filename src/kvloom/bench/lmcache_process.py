@@ -247,8 +247,9 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             wait_for(len(pages), key)
 
     def wait_for(pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages, because a store replies before it has ended. The lookup also takes the
-        read locks of the pages."""
+        """Wait until a lookup finds the pages. This is needed because the server confirms a store before it has ended.
+        The lookup also takes the read locks of the pages.
+        """
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)

@@ -55,8 +55,8 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return the number of token slots that the next query of no row can read. Counts the pages of `rows` in a block
-    `table` ([all rows, blocks]).
+    """Return how many token slots are wasted in the pages of `rows`: the next query of no row can read them. `table` is
+    the block table of a layer group ([all rows, blocks]).
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)

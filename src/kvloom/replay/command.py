@@ -220,7 +220,7 @@ def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int
 
 
 def _link_tokens(args: Namespace, per_token: int) -> float:
-    """Return how many tokens per second the pages of --link bytes per second are. Infinite without --link."""
+    """Return the speed of the link in tokens per second, from --link in bytes per second. Infinite without --link."""
     return math.inf if args.link is None else args.link / per_token
 
 
@@ -387,7 +387,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Report, for each policy, the capacity of each tier that a hit rate needs."""
+    """Print, for each policy, how large each tier must be for a given hit rate. Returns the exit status."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]

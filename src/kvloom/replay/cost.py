@@ -23,11 +23,12 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A model with `parameters` active weights on devices with `flop_rate` FLOP/s.
+    """The speed of a model with `parameters` active weights on devices with `flop_rate` FLOP/s.
 
-    Each new token costs `attention_flops` for each token before it. Tiers read `bytes_per_token` at `read_rates`
-    bytes per second, by tier name. `decode_seconds` is a token's share of a decode step with a full batch. The
-    defaults are a dense 8B model in bf16 on one H200."""
+    Each new token costs `attention_flops` for each token before it. A tier reads `bytes_per_token` bytes per token at
+    `read_rates[tier]` bytes per second. `decode_seconds` is the time of a decode step with a full batch, divided by its
+    tokens. The defaults are a dense 8B model in bf16 on one H200.
+    """
 
     parameters: float = 8e9
     flop_rate: float = 450e12

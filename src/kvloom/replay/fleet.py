@@ -97,7 +97,9 @@ class EngineModel:
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """Result of a replay over workers. Times are in seconds. The hit rate is a share of the prompt tokens."""
+    """Result of a replay over workers. Times are in seconds. The hit rate is the fraction of prompt tokens that were
+    cached.
+    """
 
     route: str
     workers: int
@@ -379,7 +381,7 @@ class _Worker:
 
     def _preempt_for(self, job: _Job) -> None:
         """Preempt the youngest running requests, one after another, until the pool has pages for the next token of
-        `job`. The last to be preempted is `job` itself.
+        `job`. If it never has enough, `job` itself is preempted last.
         """
         while self.running:
             youngest = self.running.pop()

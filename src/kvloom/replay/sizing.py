@@ -42,9 +42,10 @@ class TierSize:
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
-    the hit rate `ideal` is below the target.
+    an unlimited cache, with the hit rate `ideal`, does not reach it.
 
-    `tiers` lists the bytes per tier, fastest first."""
+    `tiers` lists the bytes per tier, fastest first.
+    """
 
     policy: str
     target: float

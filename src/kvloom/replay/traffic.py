@@ -104,8 +104,9 @@ class Traffic:
 
 
 def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -> Traffic:
-    """Return `times` copies of traffic that run at the same time, like the traffic of other users. The copies share no
-    blocks. Each copy starts up to `seconds` later, drawn with `seed`."""
+    """Return `times` copies of traffic that run at the same time, as if they came from different users. The copies
+    share no blocks. Each further copy starts up to `seconds` later, at a random time drawn with `seed`.
+    """
     draw = random.Random(seed)
     parts = [traffic]
     for _ in range(times - 1):

@@ -363,7 +363,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def _page_ids(self, view: LayerView, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block tables [rows, blocks] of a layer, and the positions [rows, tokens] of the new tokens."""
+        """Return the block tables of a layer [rows, blocks], and the positions of the new tokens [rows, tokens], on the
+        device.
+        """
         key = view.group, view.run
         if key not in step.pages:
             tables = np.stack([one.table(view.group)[view.run] for one in self._sequences])
@@ -380,7 +382,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return how many tokens K and V have that `update` returns for a layer, and the position of the first of them."""
+        """Return the number of K and V entries that `update` returns for a layer, and the position of the first of
+        them.
+        """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))
         start = self.get_seq_length()

@@ -80,7 +80,7 @@ class LayerPages:
     ) -> IsDone:
         """Copy blocks to offsets in the arena. Returns a function that returns whether the copy is done.
 
-        Work that is launched later on the current stream may overwrite the blocks before the copy is done.
+        Later work on the current stream may overwrite the blocks. This does not affect the copy.
         """
         if not self._staged:
             for layer, start in self._starts(group):

@@ -50,7 +50,9 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Store the fields of block `index` of a request, which is about to be stored in tiers under `block_hash`."""
+        """Remember the fields of block `index` of a request for later events. The block is about to be stored in tiers
+        under `block_hash`.
+        """
         if group not in self._groups or index >= len(request.block_hashes):
             return
         size = self._groups[group].block_tokens

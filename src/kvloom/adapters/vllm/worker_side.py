@@ -106,7 +106,7 @@ class WorkerSide:
 
     @property
     def faults(self) -> Counter[tuple[str, str, str]]:
-        """Pages by tier, operation and outcome, for every outcome that is not a success."""
+        """Number of pages by tier, operation and outcome, for every outcome except success."""
         return self._tiers.manager.fault_log.counts
 
     def begin_compute(self) -> None:
@@ -207,8 +207,9 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Load the pages of the longest prefix that tiers have. Returns False if there is none, or if recomputing is
-        faster."""
+        """Start to load the pages of the longest prefix that tiers have. Returns False if there is none, or if
+        recomputing is faster.
+        """
         start = job.message.start
         positions = resume_positions(self._groups, start, job.message.end, job.found)
         if not positions:

@@ -139,8 +139,9 @@ class ClusterFile:
         return groups
 
     def _check(self) -> None:
-        """Parse the arguments of every group in the same way as its command. Raises ValueError if the command would
-        refuse them."""
+        """Parse the arguments of every group with the parser of its command. Raises ValueError if the command would
+        refuse them.
+        """
         from kvloom.cluster.router import command as route
         from kvloom.serve import serve_command as serve
 

@@ -90,7 +90,7 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is followed but gets no requests."""
+    """One worker. `url` is "" for an instance whose events are followed, but which gets no requests."""
 
     name: str
     url: str
@@ -320,7 +320,7 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Stop to follow a model that a worker no longer serves, and remove its blocks from the index. Other tasks can
+        """Stop following a model that a worker no longer serves, and remove its blocks from the index. Other tasks can
         run meanwhile.
         """
         worker.models.pop(model, None)

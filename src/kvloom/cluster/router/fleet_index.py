@@ -119,8 +119,9 @@ class FleetIndex:
         self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
 
     def remove(self, worker: str) -> Iterator[None]:
-        """Remove a worker, a part of its blocks in each iteration. The caller must iterate to the end. `lengths`
-        leaves the worker out after the first iteration."""
+        """Remove a worker. Each iteration removes a part of its blocks, so that other tasks can run between two
+        iterations. The caller must iterate to the end. After the first iteration, `lengths` leaves the worker out.
+        """
         blocks = self._workers.pop(worker, None)
         if blocks is not None:
             self._names[blocks.number] = ""
@@ -207,8 +208,8 @@ class FleetIndex:
             self._expected.dropped([order.popitem(last=False)[0]], (0,), place)
 
     def arrived(self, worker: str, hashes: Iterable[int]) -> None:
-        """Remove blocks from the expected blocks of a worker, because they have been computed and its events report
-        them. Does nothing for a worker without events.
+        """Remove blocks from the expected blocks of a worker, because the worker has computed them and its events
+        report them. Does nothing for a worker without events.
         """
         blocks = self._workers.get(worker)
         if blocks is not None and blocks.has_events:

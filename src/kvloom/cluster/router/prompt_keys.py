@@ -50,7 +50,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads prompts. `tokenizer` is a folder with a tokenizer.json, which tokenises texts. Workers tokenise chats."""
+    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Chats are
+    tokenised by a worker.
+    """
 
     def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
         self._fleet, self._uses_workers = fleet, uses_workers

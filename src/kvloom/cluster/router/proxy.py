@@ -234,7 +234,7 @@ class Proxy:
             call.tried.clear()
 
     def choose(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose the best worker that this call has not tried yet. Raises ApiError if there is none."""
+        """Choose the best worker to which this call was not sent yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
         names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
         if not names:
@@ -439,8 +439,9 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call that is not a stream, and return the answer unchanged. Retries on other workers until the
-        answer has begun."""
+        """Forward a call that is not a stream, and send the answer to the client unchanged. If a worker fails before
+        the answer has begun, the next worker is tried.
+        """
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:

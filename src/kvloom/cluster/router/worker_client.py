@@ -275,5 +275,7 @@ def _place(url: str) -> _Place:
 
 @lru_cache(maxsize=256)
 def _quoted(path: str) -> str:
-    """Return a path for a request line. The server has decoded the path, so it may contain any character."""
+    """Return a path as it must be written in a request line. The server has decoded the path, so it may contain any
+    character.
+    """
     return quote(path)

@@ -43,7 +43,7 @@ Encode = Callable[[str], list[int]]
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes.
 
-    With `any_template` all added tokens are control tokens, because the template comes with a request.
+    With `any_template` all added tokens are control tokens, because the template of a request may write any of them.
     """
 
     def __init__(self, tokenizer: Any, any_template: bool = False) -> None:

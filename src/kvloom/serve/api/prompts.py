@@ -389,8 +389,8 @@ class PromptEncoder:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of words that must not be sampled. Each word is tokenised without and, if the
-        tokens differ, with a space before it.
+        """Return the token sequences of words that must not be sampled. A word has one sequence without a leading
+        space, and a second one with a leading space, if its tokens differ.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -413,8 +413,9 @@ class PromptEncoder:
         return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token for log-probabilities. A partial character is returned as the tokenizer spells
-        it."""
+        """Return the text of a token for log-probabilities. A token that is only a part of a character is returned as
+        the tokenizer spells it.
+        """
         if self.tokenizer is None:
             return f"{PARTIAL_TOKEN}{token}"
         found = self._token_texts.get(token)

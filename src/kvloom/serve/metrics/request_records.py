@@ -179,8 +179,10 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may not
-        see the record. If `tenant` is None, all records are visible. O(records)."""
+        """Return the record with the id `id_` or, if there is none, the newest record whose header x-request-id was
+        `id_`. Returns None if `tenant` may not see the record. If `tenant` is None, all records are visible.
+        O(records).
+        """
         found = self._ring.get(id_)
         if found is not None:
             return found if tenant in (None, found.tenant) else None

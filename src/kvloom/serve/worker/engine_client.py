@@ -68,8 +68,9 @@ class StartError(Exception):
 
 
 class Backoff:
-    """Computes the pause before each restart. The pause doubles. At most MAX_RESTARTS restarts are allowed within
-    WINDOW_SECONDS."""
+    """Computes the pause before each restart. The pause doubles with each restart. At most MAX_RESTARTS restarts are
+    allowed within WINDOW_SECONDS.
+    """
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()
@@ -93,8 +94,8 @@ class EngineClient:
     | `log`         | a line for the server's log                          |
     | `on_ready`    | the Ready message of each engine                     |
     | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta that a caller reads; may be None          |
-    | `explain`     | a rejection's text; returns the client's error       |
+    | `on_delta`    | each delta of an open request; may be None           |
+    | `explain`     | the text of a rejection; returns the error for the client |
     """
 
     def __init__(

@@ -131,8 +131,8 @@ class Worker:
         return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
-        last token.
+        """Poll transfers, images, grammars and the size of the pool. Call this method regularly while no step runs,
+        because stores to tiers may finish after the last token.
         """
         self._enqueue_with_images()
         self._enqueue_compiled()

@@ -30,7 +30,9 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
+        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
+        unless `ended` (no more text follows).
+        """
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
         else:
@@ -60,7 +62,9 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats for parser names. "auto" detects the format of calls from the chat template."""
+        """Return the formats that the parser names `calls` and `reasoning` select. For calls, "auto" detects the format
+        from the chat template.
+        """
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
         found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)

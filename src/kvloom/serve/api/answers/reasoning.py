@@ -45,7 +45,9 @@ class ReasoningParser(ABC):
         """Return whether the answer to this prompt begins with reasoning."""
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
+        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
+        unless `ended` (no more text follows).
+        """
         self._rest += text
         pieces: list[Piece] = []
         if self._state == "start":
