@@ -1,8 +1,9 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
-the request has token ids ──────────────────────────────────────▶ hashes for every root that workers use text or chat
-──▶ tokens from a tokenizer or a worker's /tokenize ──▶ hashes for every root that workers use no tokens can be computed
-──▶ hashes of 64-byte pieces of the text: they show only which worker had the same text before
+request                      hashes
+with token ids               block hashes, for every root that workers use
+text or chat                 the same, after a tokenizer or a worker's /tokenize has returned the tokens
+text without known tokens    hashes of 64-byte pieces of the text; they show only which worker had the same text before
 """
 
 from __future__ import annotations

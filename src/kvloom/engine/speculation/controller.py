@@ -1,7 +1,7 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
     cost        the measured seconds of decode steps of each size, and of a proposer per draft token
-    acceptance  the chance a that one more draft token is accepted: a moving average for each request and proposer
+    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 

@@ -79,7 +79,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `observe`   | False: send neither stats nor request progress                |
     | `settings`  | settings of the engine: arguments of `engine_config`          |
     | `log_level`, `log_format` | of the engine process's log                                  |
-    | `share_bytes` | size that the pool can always reach, of memory that models share; None: it shares none |
+    | `share_bytes` | if models share memory: the size that the pool can always reach; else None |
     """
 
     model: str

@@ -235,8 +235,8 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Set the size that the pool can always reach, of memory that models share. A request that fits only into this
-        size waits until the pool has grown.
+        """Set the share of this model: the size that its pool can always reach, because models share memory. A request
+        that fits only into this size waits until the pool has grown.
         """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
