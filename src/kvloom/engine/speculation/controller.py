@@ -202,6 +202,6 @@ def _worth(chance: float, length: int) -> int:
 
 
 def _expected(chance: float, length: int) -> float:
-    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length."""
+    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length, where a is `chance`."""
     chance = min(max(chance, 0.0), MOST)
     return chance * (1 - chance**length) / (1 - chance)

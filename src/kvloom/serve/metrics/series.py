@@ -271,7 +271,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return counts that the engine sent as a Histogram with these bounds."""
+    """Return a Histogram with these bounds, built from counts that the engine sent."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]
