@@ -237,7 +237,9 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token to load, well before the position where loading and computing are expected to meet.
-        Return the end of the load plan if loading would save no time.
+
+        Return the end of the load plan if loading would save no time. Return the end of the cached prefix, so that all
+        pages are loaded, if the request can wait or if too little was measured.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None

@@ -19,7 +19,8 @@ from kvloom.serve.errors import ApiError
 __all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""Largest size of the request line and headers of a request, in bytes. One read from the socket may exceed the limit.
+"""Largest size of the request line and headers of a request, in bytes. It is checked after each read from the socket, so
+one read may exceed it.
 """
 
 
