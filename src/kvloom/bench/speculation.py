@@ -69,8 +69,9 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return `count` pairs of a prompt and a forced output, as token ids. Each prompt is from another module. If the
-    output is empty, the model's own tokens are used."""
+    """Return `count` pairs of a prompt and an output, as token ids. Each prompt is from another module. The output
+    replaces the model's own tokens, unless it is empty.
+    """
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps with drafts: one graph for a whole step whose rows have a few tokens each.
+"""CUDA graphs of steps with drafts. One graph computes a whole step in which each row has a few tokens.
 
-A graph is captured for each of a few numbers of tokens. It has as many rows as tokens, so it serves any number of
-requests and any draft lengths up to `longest` tokens in a row. Padding rows have one token each, or none. Recurrent
-layers store the state before the draft (`StateRows.stored`), so their rows are computed in one pass.
+A graph is captured for each of a few numbers of tokens. It has as many rows as tokens, so it fits any number of
+requests and any draft lengths, with up to `longest` tokens in a row. Padding rows have one token each, or none.
+Recurrent layers store the state before the draft (`StateRows.stored`), so their rows are computed in one pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DraftGraphs"]
 
 SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
 LARGEST_ROW = 64
-"""Most tokens of a row in a decode plan."""
+"""Largest number of tokens of a row in a decode plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class _Captured:
 
 
 class DraftGraphs:
-    """The draft graphs of one model. `forward(batch, last)` runs the model. `row_tokens` is the largest number of
-    tokens in a row, and `step_tokens` the largest number in a step.
+    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A row has at most
+    `row_tokens` tokens, and a step at most `step_tokens`.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
     runner.run(works) → logits after each work's last token, on the device; does not wait
 
+A `Work` is the tokens of one sequence in a step.
+
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
 | one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
@@ -78,10 +80,11 @@ class ModelRunner:
         target: ModelRunner | None = None,
         draft_length: int = 0,
     ) -> None:
-        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
-        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step.
+        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and the
+        buffers of batches. A step has at most `drafts` draft tokens and tokens that recurrent layers compute again.
         `draft_length` is the largest number of draft tokens of a sequence. With `invariant`, the bits of a row do not
-        depend on the other rows of its step (CUDA only)."""
+        depend on the other rows of its step (CUDA only).
+        """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -166,11 +169,12 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the
-        works `wanted`. A work with drafts has one more row for each draft token.
+        """Compute a step. Return logits [rows, vocabulary], on the device, valid until the next step. Does not wait.
 
-        The logits after every token of the works `whole` follow. The hidden states of the works `pooled` are stored
-        in `hidden_states`. Results are valid until the next step."""
+        The first rows are the logits after the last token of each work, or only of the works at the indices `wanted`. A
+        work with drafts has one more row for each draft token. Then follow the logits after every token of the works
+        `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        """
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
@@ -221,7 +225,7 @@ class ModelRunner:
         return logits
 
     def score(self, works: Many[Work]) -> torch.Tensor:
-        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in packed order."""
+        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in the order of `works`."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
@@ -261,8 +265,10 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences with the given token counts. Returns the number of tokens. Counts are
-        reduced if the step or the pool is too small. `limit` is the prompt length.
+        """Run several steps of the same temporary sequences, and return the number of computed tokens.
+
+        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step or the
+        pool is too small for it. `limit` is the length of each prompt. Each step passes its logits to `choose`.
         """
         open_: dict[int, Sequence] = {}
         done = 0
@@ -295,7 +301,7 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run the largest decode step on padding rows, without a graph."""
+        """Run the largest decode step once on padding rows, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
@@ -340,7 +346,9 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether some works share pages. Sends the shared runs to the device."""
+        """Return whether sequences of the step share pages. If so, the shared page runs are sent to the device, so that
+        attention reads them once. Searches only if the sequences differ from those of the previous call.
+        """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
         sharers = (size, *(work.sequence for work in works))
@@ -376,7 +384,9 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
+        """Return the memory pool in which all graphs allocate. They can share it, because graphs never run at the same
+        time.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -409,13 +419,14 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens in one partial sum of batch-invariant attention. It is chosen so that there are
-    enough partial sums to fill a device, but at most 64."""
+    """Return the number of tokens in one partial sum of batch-invariant attention, for sequences of up to `longest`
+    tokens. A sequence then has enough partial sums to fill a device, but at most 64.
+    """
     return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether a work has images, or positions that images shift."""
+    """Return whether images affect a work: the work contains image tokens, or images shift its positions."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 

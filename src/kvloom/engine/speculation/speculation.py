@@ -20,7 +20,7 @@ from .verifier import Draft
 __all__ = ["Speculation", "SpeculationStats", "longest_draft"]
 
 DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
-"""Default limit of the tokens in a draft, by proposer."""
+"""Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
@@ -150,8 +150,9 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return a draft that stops at the first token that ends the output. With a grammar, request the masks of
-        the draft's positions."""
+        """Return a draft that is cut after the first token that ends the output. With a grammar, it is cut before this
+        token, and the masks at its positions are requested.
+        """
         params, structure = request.params, request.structure
         ends = self.ends | set(params.stop_token_ids)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -185,8 +186,9 @@ class Speculation:
             proposer.step_computed(work, own)
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
-        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time of the
-        proposers."""
+        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time in which
+        drafts were proposed.
+        """
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
             return
