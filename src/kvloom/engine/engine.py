@@ -68,6 +68,7 @@ from .speculation import (
     draft_positions,
     load_draft,
     load_head,
+    longest_draft,
 )
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ class Engine:
             self.vision,
             memory.batch_invariant,
             2 * draft_rows,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
+        self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None if the engine has no tiers."""
         if config.tiers:
@@ -205,7 +208,7 @@ class Engine:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
             return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
-        runner = ModelRunner(
+        runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
@@ -213,6 +216,7 @@ class Engine:
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
         return DraftModelProposer(runner, *beside, sampled, complete)
 
@@ -225,6 +229,9 @@ class Engine:
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
         self.runner.capture(progress)
+        if self._draft_runner is not None:
+            self._draft_runner.warm_up(lambda _: None)
+            self._draft_runner.capture(progress)
 
     def add(
         self,

@@ -5,6 +5,7 @@
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
 | one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
+| a few tokens of each sequence: drafts  | a graph of the next larger size (`draft_graphs.py`)          |
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
 
@@ -35,6 +36,7 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scale
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
+from .draft_graphs import DraftGraphs
 from .piecewise_graphs import PiecewiseGraphs, uncollected
 
 __all__ = ["ModelRunner", "graph_sizes"]
@@ -74,10 +76,12 @@ class ModelRunner:
         invariant: bool = False,
         drafts: int = 0,
         target: ModelRunner | None = None,
+        draft_length: int = 0,
     ) -> None:
         """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
-        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step. With
-        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
+        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step.
+        `draft_length` is the largest number of draft tokens of a sequence. With `invariant`, the bits of a row do not
+        depend on the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -140,6 +144,13 @@ class ModelRunner:
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
             )
+        self.draft_graphs: DraftGraphs | None = None
+        """Graphs of steps with drafts. None without speculation, and where they are not supported."""
+        if self._sizes and draft_length and not invariant:
+            again = draft_length if self.pages.has_states else 0
+            self.draft_graphs = DraftGraphs(
+                self.stage, self._forward, self.chosen, 1 + draft_length + again, tokens + rows
+            )
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
@@ -165,13 +176,17 @@ class ModelRunner:
         )
         # Cold pages are gathered on the host, by every layer: a graph cannot contain that.
         has_cold_blocks = any(work.sequence.cold_blocks for work in works)
-        if (
-            single
-            and self._sizes
-            and not has_cold_blocks
-            and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
-        ):
+        has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
+        if single and self._sizes and not has_cold_blocks and not has_new_states:
             return self._replay(works, wanted)
+        if (
+            self.draft_graphs is not None
+            and not (has_cold_blocks or has_new_states or whole or pooled)
+            and not any(_has_images(work) for work in works)
+        ):
+            size = self.draft_graphs.size_for(works)
+            if size:
+                return self.draft_graphs.run(works, size, wanted, self._memory())
         if (
             self.piecewise is not None
             and not has_cold_blocks
@@ -291,6 +306,10 @@ class ModelRunner:
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
         sizes = [] if self.piecewise is None else self.piecewise.sizes
+        drafts = self.draft_graphs
+        for size in reversed([] if drafts is None else drafts.sizes):
+            assert drafts is not None
+            drafts.capture(size, self._memory())
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]

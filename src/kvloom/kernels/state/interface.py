@@ -251,6 +251,8 @@ def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
     """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
+        if rows.stored is not None:
+            raise ValueError("rows with `stored` need the GPU kernels: split them into two calls")
     if rows.batch_invariant:
         if x.dtype == torch.float64:
             raise ValueError(

@@ -12,6 +12,8 @@ Rows are built once per step. All layers of one block table read the same rows.
 |                 |                 | never written                                                                 |
 | longest         | host int        | largest number of tokens of a row; up to STEP_TOKENS, rows run as decode      |
 |                 |                 | steps                                                                         |
+| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after |
+|                 |                 | all tokens (GPU only)                                                         |
 | batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of |
 |                 |                 | a sequence into chunks                                                        |
 
@@ -47,6 +49,7 @@ class StateRows:
     longest: int
     fresh: torch.Tensor | None = None
     batch_invariant: bool = False
+    stored: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         parts = {"starts": self.starts, "read": self.read, "write": self.write}
@@ -60,9 +63,10 @@ class StateRows:
                 f"{self.starts.numel()} starts for {self.read.numel()} read and {self.write.numel()} write slots:"
                 " give one more start than sequences, of which there is at least one"
             )
-        if self.fresh is not None and self.fresh.shape != self.read.shape:
-            raise ValueError(f"fresh {tuple(self.fresh.shape)} must be like read {tuple(self.read.shape)}")
-        devices = {part.device for part in (*parts.values(), self.fresh) if part is not None}
+        for name, given in (("fresh", self.fresh), ("stored", self.stored)):
+            if given is not None and given.shape != self.read.shape:
+                raise ValueError(f"{name} {tuple(given.shape)} must be like read {tuple(self.read.shape)}")
+        devices = {part.device for part in (*parts.values(), self.fresh, self.stored) if part is not None}
         if len(devices) > 1:
             raise ValueError(f"the rows lie on {sorted(map(str, devices))}: put them on one device")
         if self.longest < 0:
@@ -74,8 +78,8 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether all rows are short enough to run token by token."""
-        return self.longest <= STEP_TOKENS
+        """Whether all rows run token by token. Short rows do, and rows with `stored`."""
+        return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:

@@ -40,6 +40,7 @@ from .triton_rows import (
     row_of,
     search_width,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["delta_rule"]
@@ -269,11 +270,12 @@ def _token(
 
 @triton.jit
 def decode_kernel(
-    q, k, v, g, beta, out, states, starts, read, write, fresh,
+    q, k, v, g, beta, out, states, starts, read, write, fresh, stored,
     scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
     page_stride,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
-    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, INVARIANT: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STORED: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
@@ -299,6 +301,10 @@ def decode_kernel(
             q, k, v, g, beta, start, some, lines, columns, line, column,
             q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
         )  # fmt: skip
+    target = tl.load(write + row).to(tl.int64)
+    last = length
+    if STORED:
+        last = tl.load(stored + row).to(tl.int32)
     for at in range(length):
         token = start + at
         if INVARIANT:
@@ -330,9 +336,12 @@ def decode_kernel(
         tl.store(out + (token * heads + head) * DV + column, y.to(out.dtype.element_ty), mask=column < DV)
         if INVARIANT:
             s = s.to(states.dtype.element_ty).to(tl.float32)
-    target = tl.load(write + row).to(tl.int64)
-    if target > 0:
-        tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
+        if STORED:
+            now = inside & (target > 0) & (at + 1 == last)
+            tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=now)
+    if not STORED:
+        if target > 0:
+            tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
 
 invariant_kernel = batch_invariant_kernel(decode_kernel)
@@ -377,7 +386,7 @@ def delta_rule(
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
             g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
-            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exact_rounding(v) if rows.batch_invariant else {}),
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **stored_arguments(rows), **(exact_rounding(v) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

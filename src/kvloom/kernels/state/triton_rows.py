@@ -32,6 +32,7 @@ __all__ = [
     "silu",
     "softplus",
     "start_page",
+    "stored_arguments",
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -139,6 +140,12 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
         "fresh": (fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh).contiguous(),
         "FRESH": rows.fresh is not None,
     }
+
+
+def stored_arguments(rows: StateRows) -> dict[str, object]:
+    """Return the arguments of a decode kernel that state after how many tokens of a row its state is stored."""
+    stored = rows.starts if rows.stored is None else rows.stored
+    return {"stored": stored.contiguous(), "STORED": rows.stored is not None}
 
 
 def batch_invariant_kernel(kernel: Any) -> Any:

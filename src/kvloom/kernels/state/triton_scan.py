@@ -33,6 +33,7 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["linear_scan", "mamba1_scan"]
@@ -78,13 +79,13 @@ def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr
 @triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x, dt, a, b, c, d, z, dt_bias, out, states, chunk_states, chunk_steps,
-    starts, read, write, fresh,
+    starts, read, write, fresh, stored,
     sequences, channels, per_group,
     x_stride, dt_stride, z_stride, out_stride, b_stride, b_group, c_stride, c_group, page_stride,
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, SEARCH: tl.constexpr,
     PHASE: tl.constexpr, LINEAR: tl.constexpr, GROUPED: tl.constexpr, SOFTPLUS: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, FRESH: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    STORED: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     if PHASE == WHOLE:
@@ -124,6 +125,7 @@ def scan_kernel(
         h = tl.zeros((CHANNELS, N_UP), tl.float32)
     steps = tl.zeros((CHANNELS,), tl.float32)
 
+    target = tl.load(write + row).to(tl.int64)
     # The next token is loaded while this one is computed, because only the state depends on the order.
     token = start + first
     some = column < tl.where(first < last, channels, 0)
@@ -159,9 +161,11 @@ def scan_kernel(
             tl.store(out + token * out_stride + column, y.to(out.dtype.element_ty), mask=real)
         if INVARIANT:
             h = h.to(states.dtype.element_ty).to(tl.float32)
+        if STORED:  # then PHASE is WHOLE
+            now = inside & (target > 0) & (at + 1 == tl.load(stored + row))
+            tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=now)
 
-    if PHASE == WHOLE:
-        target = tl.load(write + row).to(tl.int64)
+    if PHASE == WHOLE and not STORED:
         if target > 0:
             tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
     if PHASE == SUMMARY:
@@ -255,7 +259,12 @@ def _scan(
     width = max(16, elements // triton.next_power_of_2(size))
     width = min(width, 256, max(16, triton.next_power_of_2(channels)))
     blocks = triton.cdiv(channels, width)
-    cut = not rows.batch_invariant and rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
+    cut = (
+        not rows.steps
+        and not rows.batch_invariant
+        and rows.longest >= 2 * CHUNK
+        and rows.sequences * blocks < ENOUGH
+    )
     shape = {
         "N": size,
         "N_UP": triton.next_power_of_2(size),
@@ -307,6 +316,7 @@ def _scan(
             INVARIANT=rows.batch_invariant,
             num_warps=warps,
             **shape,
+            **stored_arguments(rows),
             **(exact_rounding(x) if rows.batch_invariant else {}),
         )
 

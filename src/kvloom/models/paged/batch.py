@@ -24,7 +24,7 @@ from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
 from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "BatchBuilder", "ColdRows", "Work"]
+__all__ = ["DRAFT_STEP_TOKENS", "Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -85,7 +85,7 @@ class Batch:
     | pages[group], places  | the two parts of a slot                                                              |
     | last                  | index of each row's last token                                                       |
     | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
-    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: every row then has one token  |
+    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: only the device has them      |
     | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
     | embeds                | embeddings in place of `tokens`, if the step has images                              |
     | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
@@ -93,6 +93,8 @@ class Batch:
     | seen                  | images that cross-attention layers read                                              |
     | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
     | drafts                | draft tokens at the end of each row; empty if no row has any                         |
+    | longest               | if `replayed`: most tokens of a row                                                  |
+    | stored                | if `longest` > 1: tokens of each row after which recurrent layers store their state  |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -118,6 +120,8 @@ class Batch:
     seen: VisibleImages | None = None
     cold: ColdRows | None = None
     drafts: tuple[int, ...] = ()
+    longest: int = 1
+    stored: torch.Tensor | None = None
     replays: bool = False
     """Whether some tokens are already computed, and only recurrent layers compute them again."""
 
@@ -135,6 +139,8 @@ class Batch:
         return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
 
 
+DRAFT_STEP_TOKENS = 256
+"""Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
 """Source of a token that is already computed. Its K and V are written to page 0."""
 
@@ -153,6 +159,7 @@ class _StepNumbers:
     starts: Ints
     states: npt.NDArray[np.int32]
     shifts: Ints
+    stored: Ints
     fresh: tuple[bool, ...] = field(default=())
     drafts: tuple[int, ...] = field(default=())
 
@@ -169,13 +176,14 @@ class _StepNumbers:
             np.concatenate((self.starts, other.starts[1:] + tokens)),
             np.concatenate((self.states, other.states), 1),
             np.concatenate((self.shifts, other.shifts)),
+            np.concatenate((self.stored, other.stored)),
         )
 
     @property
     def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
         return (
             *(self.tokens, self.positions, self.source, self.row_of),
-            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts, self.stored),
         )
 
 
@@ -208,7 +216,7 @@ class BatchBuilder:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
-        most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
+        most = 4 * tokens + (4 + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
         most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
@@ -255,15 +263,18 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
-        the last padding row gets all remaining tokens.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)` or `drafted(tokens)`. Padding rows
+        fill the batch. Each gets one of the remaining tokens, and the last padding row gets all others.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
+        starts = np.append(np.minimum(np.arange(spare), left), left)
+        of = np.minimum(np.arange(left), spare - 1)
         padding = _StepNumbers(
-            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
-            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
+            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), of,
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), starts,
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
+            np.ones(spare if self._states else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
@@ -323,6 +334,14 @@ class BatchBuilder:
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
 
+    def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
+        """Return the batch of a replayed step of `tokens` tokens, with at most `longest` in a row. It has as many rows
+        as tokens. Every replay computes it from the last `send`.
+        """
+        bounds = tuple(range(tokens + 1))
+        batch = self._batch(self._tables.shape[2], chosen, (False,) * tokens, bounds, (0,) * tokens)
+        return replace(batch, replayed=True, longest=longest)
+
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
         if not works:
             raise ValueError("a step needs at least one sequence with tokens to compute")
@@ -356,6 +375,7 @@ class BatchBuilder:
             starts,
             block_tables.states[:, rows],
             self._shifts(works),
+            counts - np.array(drafts) if self._states else np.zeros(0, np.int64),
             tuple((block_tables.state_length[rows] == 0).tolist()),
             drafts if any(drafts) else (),
         )
@@ -459,8 +479,8 @@ class BatchBuilder:
         """Return the batch, computed on the device from the uploaded numbers."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
-        parts.append(rows if self._shifted else 0)
-        ids, positions, source, row_of, of, lengths, starts, states, shifts = torch.split(
+        parts += [rows if self._shifted else 0, rows if self._states else 0]
+        ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = torch.split(
             self._sent[: sum(parts)], parts
         )
         ids, positions = ids.long(), positions.long()
@@ -487,4 +507,5 @@ class BatchBuilder:
             bounds=bounds,
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
+            stored=stored if self._states else None,
         )

@@ -60,8 +60,9 @@ class MixerSteps:
             read = ids
             if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
                 read, fresh = ids.masked_fill(fresh, 0), None
+            stored = self.batch.stored if self.batch.longest > 1 else None
             self._known[of] = StateRows(
-                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
+                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant, stored
             )
         return self._known[of]
 
@@ -103,7 +104,9 @@ class MixerSteps:
 
     @cached_property
     def _longest(self) -> int:
-        return 1 if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
+        return (
+            self.batch.longest if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
+        )
 
     @cached_property
     def _fresh(self) -> torch.Tensor | None:

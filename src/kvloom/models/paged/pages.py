@@ -121,7 +121,7 @@ class Pages(EmptyCache):
         self._batch: Batch | None = None
         self.steps: MixerSteps
         """The rows of the current step, for mixers."""
-        self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
+        self._plans: dict[tuple[Shape, Visibility, int, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Visibility]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
@@ -162,7 +162,7 @@ class Pages(EmptyCache):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the current step is a replayed step of single tokens."""
+        """Whether the current step is replayed as one graph: single tokens, or rows with drafts."""
         return self._batch is not None and self._batch.replayed
 
     @property
@@ -366,9 +366,9 @@ class Pages(EmptyCache):
 
     def _plan(self, shape: Shape, span: Visibility) -> Plan:
         batch = self.batch
-        # A replayed step has single tokens, and only the device reads their lengths.
+        # Only the device reads the lengths of a replayed step.
         rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.shares and is_worth_sharing(span)
+        key = shape, span, rows, batch.longest, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -381,7 +381,7 @@ class Pages(EmptyCache):
             self._made.add(key[:2])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Visibility, rows: int, shared: bool) -> Plan:
+    def _new_plan(self, shape: Shape, span: Visibility, rows: int, queries: int, shared: bool) -> Plan:
         if self._piece:
             from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 
@@ -391,7 +391,7 @@ class Pages(EmptyCache):
             return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)
         if rows:
             sharing = self._shared_runs_for(rows, span.windowed) if shared else None
-            return decode_plan(shape, rows, 1, span, self.device, sharing)
+            return decode_plan(shape, rows, queries, span, self.device, sharing)
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
