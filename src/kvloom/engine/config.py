@@ -27,6 +27,7 @@ __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode"]
+"""Role of a worker in a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
