@@ -158,6 +158,10 @@ class KVCache:
         limit = max(0, length - 1) if leave_last else length
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
+    def has_media(self, match: Match, item: Media) -> bool:
+        """Return whether the pool has the pages of an image, for prompts with the root hash of `match`."""
+        return match.root_hash + item.digest in self.state.media_cache
+
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """Return the reason why the hit is not longer. Does not modify the cache. O(roots). `across_tenants` also
         searches the prefixes of other tenants. Show that result only to operators.

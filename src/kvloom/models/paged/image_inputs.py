@@ -21,7 +21,7 @@ EMBEDDINGS = "vision.embeddings"
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """The model inputs of one image, and the digest of its content. `read` and `store` state whether tiers may load
-    and store its embeddings, for `tenant`.
+    and store its embeddings, for `tenant`. `embeddings` ([tokens, hidden]) are set if an encode worker computed them.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -29,6 +29,7 @@ class Image:
     tenant: str = ""
     read: bool = True
     store: bool = True
+    embeddings: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
