@@ -154,7 +154,7 @@ def _header(pages: Pages) -> tuple[_Header, int]:
     end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES].tobytes(), "little")
     try:
         return msgspec.json.decode(data[_HEAD_BYTES:end].tobytes(), type=_Header), end
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise PagesError(f"the pages of an image have an invalid header: {error}") from error
 
 

@@ -43,6 +43,9 @@ PAUSE_SECONDS = 5.0
 """Seconds for which an encode worker is not asked after a failure."""
 THREADS = 16
 """Largest number of images that are requested at once."""
+LOST_SECONDS = 0.5
+"""An image is lost if the encode worker has neither the image nor its embeddings for this time. For a shorter time,
+another worker may still be writing the same image."""
 POLL_SECONDS = (0.002, 0.05)
 """First and longest time between two lookups of one image."""
 
@@ -189,15 +192,16 @@ class RemoteEncoders:
         """Wait until the encode worker has stored the embeddings. The worker drops the image afterwards, so a missing
         image without embeddings means that the worker refused the image or has restarted."""
         pause, longest = POLL_SECONDS
-        while time.monotonic() < deadline:
-            is_queued = bool(tier.lookup(sent).all())  # before the embeddings, which are stored first
+        seen = time.monotonic()
+        while (now := time.monotonic()) < deadline:
+            if tier.lookup(sent).all():  # before the embeddings, which are stored first
+                seen = now
             if tier.lookup(stored).all():
                 return
-            if not is_queued:
-                lost = not tier.is_reachable
-                raise PagesError(
-                    "the connection is lost" if lost else "the encode worker did not encode the image"
-                )
+            if not tier.is_reachable:
+                raise PagesError("the connection is lost")
+            if now - seen > LOST_SECONDS:
+                raise PagesError("the encode worker did not encode the image")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
         raise PagesError(f"no embeddings arrived for {self._seconds:g} s")
