@@ -85,7 +85,7 @@ def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
         alone = stack.enter_context(running(folder, *small))
         urls = [word for one in (*encoders, *workers) for word in ("--worker", one.url)]
         router = stack.enter_context(started(logs / "router", "route", *urls))
-        until(lambda: router.is_healthy())
+        until(router.is_healthy)
         until(lambda: all(one["alive"] for one in router.send("GET", "/workers")[1]["workers"]))
         yield encoders, workers, alone, router
 
@@ -145,7 +145,7 @@ def test_image_prompts_with_and_without_encode_workers(fleet: Any) -> None:
 
 
 def router_stream(router: Process, *seeds: int) -> Any:
-    return closing(router.stream(PATH, chat(*seeds)))  # type: ignore[type-var]
+    return closing(router.stream(PATH, chat(*seeds)))
 
 
 @pytest.mark.slow

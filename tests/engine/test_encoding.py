@@ -29,8 +29,7 @@ from kvloom.models.loading import load, load_vision, vision_fingerprint
 from kvloom.models.paged import Image
 from kvloom.models.vision import Vision, vision_of
 from tests.models.image_prompts import MAIN, expected, image_of, prompt_of, vision_model, words
-from tests.models.test_cross_attention import crossing
-from tests.models.test_cross_attention import picture as cross_picture
+from tests.models.test_cross_attention import crossing, picture as cross_picture
 
 SECONDS = 60.0
 NEW = 6
