@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl, Tenant
-from kvloom.engine import Engine, EngineConfig, SamplingParams
+from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
 from kvloom.engine.encoding import Encoder, RemoteEncoders, image_key, open_encoder
 from kvloom.engine.encoding.image_pages import (
     EMBEDDINGS,
@@ -317,13 +318,13 @@ def test_an_engine_uses_handed_over_embeddings_and_requests_only_what_it_lacks(f
 def test_preempted_requests_keep_their_embeddings() -> None:
     """A pool that is too small for all answers at once: requests are preempted, and no image is encoded here."""
     model, sight = vision_model("llava"), vision()
-    given = [image_of("llava", seed) for seed in range(6)]
+    given = [image_of("llava", seed) for seed in range(5)]
     prompts = [prompt_of("llava", words(seed, 8), one, words(seed + 9, 20)) for seed, one in enumerate(given)]
-    engine = engine_of(model, pool=160 << 10)
+    engine = engine_of(model, pool=128 << 10)
     requests = []
     for prompt, one in zip(prompts, given, strict=True):
         image = sight.read_image(one)
-        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
         requests.append(engine.add(prompt, params, images=[replace(image, embeddings=sight.embed(image))]))
     while engine.busy:
         engine.step()
@@ -331,7 +332,7 @@ def test_preempted_requests_keep_their_embeddings() -> None:
     assert engine.vision is not None
     assert engine.vision.encoder_runs == 0
     for request, prompt, one in zip(requests, prompts, given, strict=True):
-        assert list(request.tokens) == expected("llava", vision_model("llava"), prompt, [one], 60)
+        assert list(request.tokens) == expected("llava", vision_model("llava"), prompt, [one], 40)
     engine.close()
 
 
@@ -364,3 +365,27 @@ def test_encoders_of_a_configuration_are_peers() -> None:
         EngineConfig(encoders=["redis://127.0.0.1:1?capacity=1MiB"])
     with pytest.raises(ValueError, match="role encode is a role of `kvloom serve`"):
         Engine(vision_model("llava"), EngineConfig(pool_bytes=1 << 20, role="encode"))
+
+
+def test_the_offline_api_asks_encode_workers(tmp_path: Path) -> None:
+    vision_model("llava").save_pretrained(tmp_path)
+    image = image_of("llava", 1)
+    prompt = prompt_of("llava", words(1, 20), image, words(2, 5))
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    given = {"prompt": prompt, "images": [image]}
+    with encoding(open_one()) as encoder:
+        llm = LLM(
+            str(tmp_path), dtype="float32", device="cpu", pool_bytes=1 << 20, encoders=[url_of(encoder)],
+            encode_seconds=SECONDS,
+        )  # fmt: skip
+        [found] = llm.generate(given, params)
+        assert (
+            found.outputs[0].token_ids
+            == expected("llava", vision_model("llava"), prompt, [image], NEW)[-NEW:]
+        )
+        assert llm.generate(given, params)[0].outputs[0].token_ids == found.outputs[0].token_ids
+        assert llm.engine.vision is not None
+        assert llm.engine.vision.encoder_runs == 0
+        assert llm.engine.encoders is not None
+        assert llm.engine.encoders.stats.handed_over_images == encoder.stats.encoded_images == 1
+        llm.close()
