@@ -318,13 +318,13 @@ def test_an_engine_uses_handed_over_embeddings_and_requests_only_what_it_lacks(f
 def test_preempted_requests_keep_their_embeddings() -> None:
     """A pool that is too small for all answers at once: requests are preempted, and no image is encoded here."""
     model, sight = vision_model("llava"), vision()
-    given = [image_of("llava", seed) for seed in range(5)]
+    given = [image_of("llava", seed) for seed in range(6)]
     prompts = [prompt_of("llava", words(seed, 8), one, words(seed + 9, 20)) for seed, one in enumerate(given)]
-    engine = engine_of(model, pool=128 << 10)
+    engine = engine_of(model, pool=160 << 10)
     requests = []
     for prompt, one in zip(prompts, given, strict=True):
         image = sight.read_image(one)
-        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
         requests.append(engine.add(prompt, params, images=[replace(image, embeddings=sight.embed(image))]))
     while engine.busy:
         engine.step()
@@ -332,7 +332,7 @@ def test_preempted_requests_keep_their_embeddings() -> None:
     assert engine.vision is not None
     assert engine.vision.encoder_runs == 0
     for request, prompt, one in zip(requests, prompts, given, strict=True):
-        assert list(request.tokens) == expected("llava", vision_model("llava"), prompt, [one], 40)
+        assert list(request.tokens) == expected("llava", vision_model("llava"), prompt, [one], 60)
     engine.close()
 
 
