@@ -1,7 +1,7 @@
 """What identifies the weights of a model and of a LoRA adapter. Pages of other weights are never loaded.
 
-An identity covers the config and, of every weight file, its size, its head and SAMPLES samples of its bytes. A folder
-and a hub id of the same files have the same identity.
+An identity covers the config and, for every weight file, its size, its first bytes and SAMPLES samples of its other
+bytes. A folder and a hub id with the same files have the same identity.
 """
 
 from __future__ import annotations

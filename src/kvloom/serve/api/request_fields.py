@@ -157,7 +157,7 @@ def _address(host: str | None, port: int | None) -> str | None:
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints share. Unsupported fields are declared too, so that they can be refused."""
+    """The fields that completions and chats share. Unsupported fields are declared too, so that they can be refused."""
 
     model: str | None = None
     max_tokens: int | None = None
