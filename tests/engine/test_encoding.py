@@ -213,6 +213,27 @@ def test_slow_unknown_and_wrong_encode_workers() -> None:
     assert time.monotonic() - began < SECONDS
 
 
+def test_the_connection_needs_the_secret(tmp_path: Path) -> None:
+    model, sight = vision_model("llava"), vision()
+    files = [tmp_path / "secret", tmp_path / "other"]
+    for number, file in enumerate(files):
+        file.write_text(f"a secret of more than 16 bytes, number {number}")
+        file.chmod(0o600)
+    image, fingerprint = sight.read_image(image_of("llava", 1)), vision_fingerprint(model)
+    with encoding(open_encoder(sight, fingerprint, [f"host:8MiB?share=0&secret={files[0]}"])) as encoder:
+        for file in files:
+            url = f"{url_of(encoder)}?by=connection&secret={file}"
+            client = RemoteEncoders([url], fingerprint, sight.embedding_shape, SECONDS)
+            found = got(client, image)
+            if file is files[0]:
+                assert found is not None
+                assert torch.equal(found, sight.embed(image))
+            else:
+                assert found is None
+                assert client.stats.fallbacks == 1
+            client.close()
+
+
 def test_damaged_and_partly_evicted_embeddings_are_encoded_again() -> None:
     family = "qwen2_vl"
     sight, model = vision(family), vision_model(family)

@@ -35,6 +35,8 @@ NAME = "bench-llava"
 STREAM_TOKENS = 400
 SETTLE_SECONDS = 2.0
 """Time in which streams get their first tokens."""
+REPORT_SECONDS = 2.0
+"""Time in which workers report their last counters."""
 TEMPLATE = (
     "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
     "{% endif %}{% endfor %}{% endfor %}"
@@ -139,6 +141,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             for turn in range(-1, args.turns):  # the first turn warms up
                 for load in loads.values():
                     await load.turn(args, turn)
+            await asyncio.sleep(REPORT_SECONDS)
             encoder, worker = await _counters(session, split[1]), await _counters(session, split[0])
     found: dict[str, Any] = {name: load.summary() for name, load in loads.items()}
     images = encoder["kvloom_encoder_images_total"]
