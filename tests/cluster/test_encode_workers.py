@@ -18,10 +18,12 @@ pytest.importorskip("PIL")
 
 from kvloom.cluster.router.encoders import MAX_IMAGES, EncoderChooser, image_hashes
 from tests.models.image_folder import encoded, image_folder, picture
+from tests.serve.browser import AUDIT, Seen, missing, open_url
 from tests.serve.running import Running, running
 
 from .fleet import Process, free_port, started, until
 
+WHY = missing()
 PATH = "/v1/chat/completions"
 
 
@@ -142,6 +144,32 @@ def test_image_prompts_with_and_without_encode_workers(fleet: Any) -> None:
     assert router.send("GET", "/v1/models")[1]["data"][0]["workers"] == 2
     until(lambda: counted(encoders, "encoder_images") == 8, 60)  # 1, 2, 3, 2 of a tenant, 11 to 14
     assert counted(encoders, "encoder_refused_images") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(WHY), reason=WHY)
+def test_the_fleet_page_shows_encode_workers(fleet: Any) -> None:
+    encoders, workers, _, router = fleet
+    assert encoders[0].send("GET", "/kvloom/state")[0] == 200, "the page of an encode worker, without a pool"
+    with open_url() as browser:
+        one = Seen(browser)
+        one.page.goto(f"{router.url}/dashboard")
+        one.page.wait_for_selector("#status[data-state=live]")
+        rows = one.page.locator("#workers-table tbody tr")
+        rows.nth(3).wait_for()
+        assert sorted(row.split("\t")[1] for row in rows.all_inner_texts()) == [
+            "both",
+            "both",
+            "encode",
+            "encode",
+        ]
+        assert one.page.locator("#flows-body svg .box").count() == 5
+        assert "images encoded" in one.page.locator("#flows-body").inner_text()
+        keys = one.page.eval_on_selector_all("path.flow-line", "all => all.map(e => e.dataset.key)")
+        assert {key for key in keys if key.startswith("r ")} == {f"r {worker.url}" for worker in workers}
+        assert any(key.startswith(f"h {encoders[0].url} ") for key in keys)
+        assert one.page.evaluate(AUDIT) == []
+        assert one.complaints == []
 
 
 def router_stream(router: Process, *seeds: int) -> Any:
