@@ -1,4 +1,4 @@
-"""Pages in the configured tiers: host memory, and the tiers below it. One thread uses a TierPages."""
+"""Pages in the configured tiers: host memory, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kvloom.tiers import HostConfig, HostTier, OpenTier, PageChanges, SupportsChanges, TierError, scheme_of
 from kvloom.tiers.transfers import TransferConfig, TransferManager, open_tiers
 
-from .settings import Settings
+from .tier_urls import host_url, of_rank
 
 __all__ = ["TierPages"]
 
@@ -21,19 +21,21 @@ SLAB_BYTES = 8 << 20
 
 
 class TierPages:
-    """Opens the tiers of one worker. `page_bytes` is the largest page. `pin` pins host memory, for a GPU. `others` are
-    open tiers that replace the configured ones. Raises ValueError if a required tier cannot be opened.
+    """Opens the tiers of one process. `tiers` are their URLs, and `page_bytes` is the largest page. `pin` pins host
+    memory, for a GPU. `others` are open tiers that replace the configured ones. Raises ValueError if a required tier
+    cannot be opened. One thread calls the manager.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        tiers: Sequence[str],
         page_bytes: int,
         rank: int = 0,
         pin: bool = False,
         others: Sequence[OpenTier] | None = None,
     ) -> None:
-        host = settings.host(rank)
+        urls = of_rank(tiers, rank)
+        host = host_url(urls)
         slab = max(min(SLAB_BYTES, host.capacity // 32), page_bytes)
         slab = -(-slab // mmap.PAGESIZE) * mmap.PAGESIZE
         if slab > host.capacity:
@@ -45,7 +47,7 @@ class TierPages:
         if pin:
             buffer = torch.empty(host.capacity // slab * slab, dtype=torch.uint8, pin_memory=True).numpy()
         self.host = HostTier(HostConfig(host.capacity, slab, host.checked, host.ttl), buffer)
-        urls = [url for url in settings.of_rank(rank) if scheme_of(url) != "host"]
+        urls = [url for url in urls if scheme_of(url) != "host"]
         try:
             places, self.unavailable = open_tiers(urls if others is None else others, check=_checked)
         except BaseException:
@@ -76,5 +78,5 @@ class TierPages:
 def _checked(place: OpenTier) -> OpenTier:
     if place.is_lossy:
         place.tier.close()
-        raise TierError("it re-encodes pages, and vLLM's pages are stored exactly")
+        raise TierError("it re-encodes pages, and the engine's pages are stored exactly")
     return place
