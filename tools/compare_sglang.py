@@ -190,7 +190,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/kvloom-compare-sglang"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     bench = Bench(options.page_tokens, options.pages, options.layout)
     options.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, float]]] = {}

@@ -27,6 +27,6 @@ def define_operators() -> None:
     try:
         ctypes.CDLL(str(Path(spec.origin).parent / "_C.so"))
     except OSError:
-        _library = torch.library.Library("torchvision", "DEF")
+        _library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -88,7 +88,8 @@ class WaitingPages:
         stored, fresh_pages = np.zeros(len(objects), bool), 0
         for first, batch in self._split(objects):
             size = len(batch) * batch.form.page_bytes
-            self._wait(lambda size=size: time.monotonic() >= deadline or not self._is_behind(size))
+            while self._is_behind(size) and time.monotonic() < deadline:
+                self.tiers.manager.wait(POLL_SECONDS)
             lease = self.tiers.host.reserve(batch)
             written = False
             try:
