@@ -20,6 +20,7 @@ define_operators()
 
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheFile,
@@ -32,8 +33,10 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolTransferResult,
     count_pool_hits,
 )
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
@@ -605,7 +608,9 @@ def process_group() -> Iterator[None]:
 
 
 @contextmanager
-def controller(pool: Any, device: Any, given: HiCacheStorageConfig) -> Iterator[HiCacheController]:
+def controller(
+    pool: Any, device: Any, given: HiCacheStorageConfig, kind: type[HiCacheController] = HiCacheController
+) -> Iterator[Any]:
     """SGLang's controller with its own prefetch, I/O and backup threads."""
     with ExitStack() as stack:
         stack.enter_context(
@@ -614,7 +619,7 @@ def controller(pool: Any, device: Any, given: HiCacheStorageConfig) -> Iterator[
             )
         )
         allocator: Any = SimpleNamespace(get_kvcache=lambda: device)
-        found = HiCacheController(
+        found = kind(
             allocator,
             pool,
             PAGE,
@@ -668,6 +673,58 @@ def test_sglangs_controller_stores_and_prefetches(layout: str, interface: int, t
         hit, loaded, pages = prefetch(one, pool, [*tokens, *range(PAGE)])
     assert (hit, loaded) == (len(tokens), len(tokens))
     assert all(torch.equal(a, b) for a, b in zip(pages, want, strict=True))
+
+
+def test_sglangs_hybrid_controller_stores_and_prefetches(tmp_path: Path) -> None:
+    """Pages of a hybrid model: KV of every page, draft KV at the same slots, and states at two positions."""
+    given, tokens = config("host:4MiB", disk(tmp_path)), list(range(6 * PAGE))
+    keys = get_storage_hash_str(tokens, None, page_size=PAGE)
+
+    def group() -> HostPoolGroup:
+        entries = {PoolName.KV: mha(), PoolName.DRAFT: mla(), PoolName.MAMBA: mamba()}
+        return HostPoolGroup(
+            [
+                PoolEntry(name, pool, None, lambda layer: layer, is_primary_index_anchor=name == PoolName.KV)
+                for name, pool in entries.items()
+            ]
+        )
+
+    def draft() -> PoolTransfer:
+        return PoolTransfer(name=PoolName.DRAFT, indices_from_pool=PoolName.KV)
+
+    pools = group()
+    kv, states = pools.get_pool(PoolName.KV), pools.get_pool(PoolName.MAMBA)
+    indices, slots = kv.alloc(len(tokens)), states.alloc(2)
+    want = [page_data(pool, indices) for pool in (kv, pools.get_pool(PoolName.DRAFT))]
+    want_state = page_data(states, slots)
+    with controller(pools, mha_device(), given, HybridCacheController) as one:
+        state = transfer(PoolName.MAMBA, [keys[1], keys[3]], slots, PoolHitPolicy.TRAILING_PAGES)
+        one.write_storage(indices, tokens, keys, extra_pools=[draft(), state])
+        done = one.ack_backup_queue.get(timeout=60)
+        assert done.completed_tokens == len(tokens)
+        assert done.pool_storage_result.extra_pool_hit_pages == {PoolName.DRAFT: 6, PoolName.MAMBA: 2}
+    pools = group()
+    for entry in pools.entries:
+        zero(entry.host_pool)
+    kv, states = pools.get_pool(PoolName.KV), pools.get_pool(PoolName.MAMBA)
+    with controller(pools, mha_device(), given, HybridCacheController) as one:
+        state = transfer(PoolName.MAMBA, [keys[-1]], states.alloc(1), PoolHitPolicy.TRAILING_PAGES)
+        one.prefetch(CacheRequestHandle("request", 0), tokens, None, extra_pools=[draft(), state])
+        operation = one.prefetch_hit_queue.get(timeout=60)
+        assert operation.storage_hit_count == 4 * PAGE  # the last stored state
+        operation.host_indices = kv.alloc(4 * PAGE)
+        one._resolve_sidecar_kv_derived_pool_transfers(operation)
+        one.prefetch_buffer.put(operation)
+        acks = []
+        while not (ack := one.ack_prefetch_queue.get(timeout=60)).completed_req:
+            acks.append(ack)
+        assert max(ack.completed_tokens or 0 for ack in acks) == 4 * PAGE
+        assert [ack.pool_hits[PoolName.MAMBA] for ack in acks if ack.pool_hits] == [1]
+        loaded = next(t for t in operation.pool_transfers if t.name == PoolName.MAMBA)
+        at = operation.host_indices
+    for pool, pages in zip((kv, pools.get_pool(PoolName.DRAFT)), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(page_data(pool, at), pages[:4], strict=True))
+    assert torch.equal(page_data(states, loaded.host_indices)[0], want_state[1])
 
 
 def test_sglangs_failure_injector(tmp_path: Path) -> None:
