@@ -1,8 +1,8 @@
 """`kvloom bench routing`: agent sessions over several real workers on loopback, for each router.
 
-Every turn of a session repeats all earlier tokens and adds some. The routers use the same workers one after the
-other. Each router has different sessions, so that it does not hit pages of another router. The hit rate is the
-share of cached prompt tokens that the workers report. With prefill workers it includes the pages that a decode
+Every turn of a session repeats all earlier tokens and adds some. The routers use the same workers one after the other.
+Each router has different sessions, so that it does not hit pages of another router. The hit rate is the fraction of
+prompt tokens that were cached, as the workers report it. With prefill workers it includes the pages that a decode
 worker pulled from them.
 """
 

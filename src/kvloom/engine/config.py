@@ -44,7 +44,7 @@ class OffloadConfig:
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
     hand_over_seconds: float = 10.0
-    """Longest time without a new page from a prefill worker, in seconds. Afterwards the rest is computed here."""
+    """Longest time without a new page from a prefill worker, in seconds. After it, this worker computes the rest itself."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class EngineConfig:
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
     max_pool_bytes: int | None = None
-    """Largest size of an elastic pool in bytes, which grows and shrinks while serving. None means that the pool keeps
+    """Largest size in bytes of an elastic pool, which grows and shrinks while serving. None means that the pool keeps
     its size.
     """
     min_pool_bytes: int | None = None
@@ -98,7 +98,7 @@ class EngineConfig:
     """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
     checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
-    "auto" is "suffix". The controller decides whether and how far they are used."""
+    "auto" is "suffix". The controller decides whether proposers are used, and how long drafts are."""
     draft_tokens: int | None = None
     """Largest number of draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
     heads of the checkpoint, and 16 for "ngram" and "suffix"."""

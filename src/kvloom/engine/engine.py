@@ -68,6 +68,7 @@ from .speculation import (
     draft_positions,
     load_draft,
     load_head,
+    longest_draft,
 )
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ STRONG_MATCH = 6
 """If another proposer follows a lookup proposer, the lookup must match at least this many tokens. After a shorter
 match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Smallest limit of the positions at which a step with drafts samples. If more requests run, the limit is one position
-per running request."""
+"""A step with drafts samples at up to this many positions, or at `max_running` positions if this number is larger."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -127,7 +127,9 @@ class Engine:
             self.vision,
             memory.batch_invariant,
             2 * draft_rows,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
+        self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None if the engine has no tiers."""
         if config.tiers:
@@ -193,8 +195,9 @@ class Engine:
         return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
-        """Return the proposer of a draft model or head. It shares the pool and the buffers of batches with the target
-        model."""
+        """Return the proposer of a draft model or head. The draft shares the pool and the buffers of batches with the
+        target model.
+        """
         config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
@@ -205,7 +208,7 @@ class Engine:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
             return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
-        runner = ModelRunner(
+        runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
@@ -213,6 +216,7 @@ class Engine:
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
         return DraftModelProposer(runner, *beside, sampled, complete)
 
@@ -225,6 +229,9 @@ class Engine:
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
         self.runner.capture(progress)
+        if self._draft_runner is not None:
+            self._draft_runner.warm_up(lambda _: None)
+            self._draft_runner.capture(progress)
 
     def add(
         self,
@@ -245,18 +252,17 @@ class Engine:
 
         | argument       | meaning                                                                                      |
         |----------------|----------------------------------------------------------------------------------------------|
-        | `text`         | decodes each token when it arrives (about 20 µs), so that the text can be streamed           |
-        | `images`       | the output of the model's processor for each image, in the order of the placeholders         |
+        | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
+        | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
         | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |
         | `resume`       | output tokens that another engine generated; the request continues after them                |
-        | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
-        | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
-        | `slo`          | objective of the request, over those of its tenant and of the engine                          |
+        | `offers_pages` | offload the pages of each computed chunk at once, so that another worker can load them       |
+        | `awaits_peer`  | host:port of the worker that computes the prompt; the request waits for pages from its peer tier |
+        | `slo`          | objective of the request; it overrides those of its tenant and of the engine                  |
         | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
 
-        A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
-
-        An image is the output of the model's processor (a mapping of tensors), or pixels."""
+        A request that cannot meet its objective gets the finish reason "slo", at once or after it was deferred.
+        """
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -309,8 +315,9 @@ class Engine:
         return request
 
     def _prepare_samples(self, request: Request, grammar: Grammar | None, text: bool) -> None:
-        """Give each sample of a request its grammar state and its text stream. Waits for the compilation if `grammar`
-        is missing."""
+        """Set the grammar state and the text stream of each sample of a request. If the request needs a grammar and
+        `grammar` is None, compile the grammar and wait for it.
+        """
         params, structure = request.params, request.params.structure
         if structure is not None and grammar is None:
             grammar = self._open_grammars().compile(*structure)
@@ -327,8 +334,12 @@ class Engine:
                 )
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
-        """Return the objective of a request. Values come from the request first, then from its tenant, then from
-        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
+        """Return the objective of a request. A value is taken from the request if set, else from its tenant, else from
+        the engine.
+
+        A request that offers its pages has no objective, because another worker generates its answer. An embedding has
+        only the objective that it was `given`.
+        """
         if request.offers_pages:
             return Objective()
         own = given or Objective()
@@ -511,8 +522,9 @@ class Engine:
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process the tokens of a step. If this fails, discard the step that was launched after it, because that
-        step depends on these tokens.
+        """Wait for the tokens of `step` and apply them to its requests. `launched_since` is the work of the next step,
+        if it is already launched. If this call fails, the next step is discarded too, because it depends on these
+        tokens.
         """
         try:
             if self.offload is not None:
@@ -614,7 +626,7 @@ class Engine:
         self._make_copies()
 
     def _make_copies(self) -> None:
-        """Run the pending copies inside the pool. A copy that fails stays pending, and may run twice."""
+        """Run the pending copies inside the pool. A copy that fails stays pending, and the next call runs it again."""
         if not self._copies:
             return
         try:
@@ -632,8 +644,11 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the other samples of requests whose prompt is computed. Return the requests to sample, and their rows of
-        logits. Running requests come first. Forks that cannot start yet, because rows or pages are missing, come last.
+        """Start the other samples (`n` > 1) of the requests whose prompt this step has computed.
+
+        Return the requests to sample, and the row of logits for each. The given requests come first, then their
+        samples. A sample uses the logits of its request. Samples that have no pages yet come last, and wait to be
+        recomputed.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):

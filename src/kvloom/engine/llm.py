@@ -283,8 +283,8 @@ class LLM:
         text: bool = False,
         slo: Objective | None = None,
     ) -> tuple[list[Any], list[Request]]:
-        """Return the prompts as a list, and their requests. If one prompt is refused, raises ValueError and adds
-        none.
+        """Add all prompts to the engine. Return the prompts as a list, and their requests. If one prompt is refused,
+        raises ValueError and adds none.
         """
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)

@@ -1,4 +1,4 @@
-"""Pages in the configured tiers: host memory, and the tiers below it."""
+"""Pages in the configured tiers: host memory, and the tiers behind it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ SLAB_BYTES = 8 << 20
 
 
 class TierPages:
-    """Opens the tiers of one process. `tiers` are their URLs, and `page_bytes` is the largest page. `pin` pins host
-    memory, for a GPU. `others` are open tiers that replace the configured ones. Raises ValueError if a required tier
-    cannot be opened. One thread calls the manager.
+    """Opens the tiers of one process. Raises ValueError if a required tier cannot be opened.
+
+    `tiers` are the URLs, and `page_bytes` is the size of the largest page. With `pin`, host memory is pinned, as a GPU
+    needs it. `others` are open tiers that replace the configured ones. Only one thread may call the manager.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Record which pages host memory and disk store and remove, from now on. Returns vLLM's name of each medium,
-        and its changes. Shared stores are not watched, because other processes change them also.
+        """From now on, record which pages host memory and disk store and remove. Returns vLLM's name of each medium,
+        and its changes. Shared stores are not recorded, because other processes change them too.
         """
         found = [("CPU", self.host.watch())]
         for place in self.manager.tiers:

@@ -12,7 +12,7 @@ from kvloom.tiers.host import HostURL
 __all__ = ["check_tier_urls", "host_url", "number", "of_rank", "tier_list"]
 
 STAGING_BYTES = 1 << 30
-"""Bytes of host memory without a configured host tier. Every transfer passes through host memory."""
+"""Bytes of host memory if no host tier is configured. Every transfer passes through host memory."""
 
 
 def tier_list(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""kvloom's tiers for LMCache: host memory, disk, remote stores and peers as an L2 adapter of its server.
+"""kvloom's tiers for LMCache: chunks of its server are stored in host memory, disk, remote stores and peers.
 
     version.py        the LMCache version that is tested
     settings.py       Settings: `adapter_params`

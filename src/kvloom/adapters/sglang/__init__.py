@@ -1,4 +1,4 @@
-"""kvloom's tiers for SGLang: host memory, disk, remote stores and peers below HiCache's host memory.
+"""kvloom's tiers for SGLang: pages of HiCache are stored in host memory, disk, remote stores and peers.
 
     version.py       the SGLang version that is tested
     settings.py      Settings: `--hicache-storage-backend-extra-config`

@@ -1,4 +1,4 @@
-"""KvloomStorage: SGLang's interface for storage backends below HiCache.
+"""KvloomStorage: SGLang's interface for storage backends of HiCache.
 
 SGLang's keys are hashes of the tokens before a page, with the request's salt and LoRA adapter. Here every key also
 contains the model, and the form of a page contains dtype, layout and parallel rank. No method raises because of a

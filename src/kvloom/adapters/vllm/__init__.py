@@ -1,4 +1,4 @@
-"""kvloom's tiers for vLLM: host memory, disk, remote stores and peers below vLLM's KV cache.
+"""kvloom's tiers for vLLM: blocks of vLLM's KV cache are stored in host memory, disk, remote stores and peers.
 
     version.py           the vLLM versions that are tested
     settings.py          Settings: `kv_connector_extra_config`
@@ -11,11 +11,11 @@
     scheduler_side.py    which pages a request loads and stores
     worker_side.py       runs these loads and stores
     connector.py         KvloomConnector: vLLM's interface to both sides
-    secondary_tier.py    KvloomTier: vLLM's interface for tiers below its own CPU offloading
+    secondary_tier.py    KvloomTier: vLLM's interface for tiers behind its own CPU offloading
 
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvloomConnector", "kv_connector_module_path":
-"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'`
-loads this module. TierPages, of `kvloom.adapters.common`, opens the tiers. See docs/vllm.md.
+"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads
+this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
 
 The life of a hit. The scheduler and the workers are separate processes. Only workers open tiers.
 

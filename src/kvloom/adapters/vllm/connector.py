@@ -81,7 +81,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost is only a later miss."""
+        """Return False: vLLM need not wait until stores are complete, because a lost store only causes a later miss."""
         return False
 
     # --- the scheduler
@@ -129,7 +129,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool | None:
-        """Forget all pages, because the weights may have changed. Tiers evict the old pages later."""
+        """Make all stored pages unreachable, because the weights may have changed. Tiers evict these pages later."""
         self.scheduler.reset()
         return True
 

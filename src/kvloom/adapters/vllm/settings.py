@@ -24,9 +24,9 @@ class Settings:
     stores pages.
     """
     load_seconds: float = 5.0
-    """Longest time that a request waits for pages. Pages that arrive later are recomputed."""
+    """Longest time, in seconds, that a request waits for pages. Pages that arrive later are recomputed."""
     min_load_tokens: int = 0
-    """A shorter hit is recomputed."""
+    """A hit with fewer tokens than this is recomputed."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], world_size: int = 1) -> Settings:

@@ -41,8 +41,7 @@ CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 DISCOVER_SECONDS = 2.0
 FAILED_RESOLUTIONS = 5
-"""A dead worker is removed after this many name resolutions in a row whose result does not contain the worker's
-address."""
+"""A discovered worker that is dead is removed after this many name resolutions in a row without its address."""
 FAILED_CHECKS = 2
 """A worker is dead after this many failed checks in a row."""
 
@@ -91,23 +90,24 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is followed but gets no requests."""
+    """One worker. `url` is "" for an instance whose events are followed, but which gets no requests."""
 
     name: str
     url: str
     origin: str = ""
-    """The URL whose host name led to the worker, if it was discovered."""
+    """If the worker was discovered: the URL whose host name resolved to its address."""
     is_alive: bool = False
     is_kvloom: bool = False
     models: dict[str, Offer] = field(default_factory=dict)
     given: dict[str, Offer] = field(default_factory=dict)
-    """Models and event addresses that a registration stated."""
+    """Models and event addresses that were stated when the worker was registered."""
     failed_checks: int = 0
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests of other routers, at the time of the worker's last report. It is stored because the
-    number of this router's own requests changes after the report."""
+    """Number of open requests that other routers had sent, at the worker's last report. It is stored, because it cannot
+    be computed later: the number of this router's own requests changes.
+    """
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class ServedModel:
     scorer: Scorer
     speed: SpeedModel = field(default_factory=SpeedModel)
     texts: FleetIndex = field(default_factory=FleetIndex)
-    """Prefixes of texts that were sent to workers. They are used if prompts cannot be tokenised."""
+    """For prompts that cannot be tokenised: an index of the text prefixes that were sent to each worker."""
 
 
 class Fleet:
@@ -320,8 +320,9 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Remove the blocks of a worker that no longer serves a model. The work is done in steps, so that other tasks
-        can run between them."""
+        """Stop following a model that a worker no longer serves, and remove its blocks from the index. Other tasks can
+        run meanwhile.
+        """
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:

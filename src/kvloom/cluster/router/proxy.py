@@ -47,7 +47,7 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
-"""Error codes with which a worker reports that it is temporarily unavailable or is being replaced by other workers."""
+"""Error codes of a worker that is temporarily unavailable, or that is being replaced."""
 WAIT_STEP = 0.1
 """Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
@@ -183,8 +183,9 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the block hashes. It is the tenant of the request's API key. If the request has
-        no key, it is the tenant that the request names."""
+        """Return the tenant that salts the block hashes of a call: the tenant of its API key or, without a key, the
+        tenant that the request names. Asks a worker for the tenant of an unknown key.
+        """
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"
@@ -213,8 +214,9 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker. If all living workers have failed this call, wait until a worker is back. A worker that has
-        restarted may be tried again. Raises ApiError if no worker is back in time."""
+        """Choose a worker for a call. If all living workers have failed this call, wait until a worker is back, and
+        then try all workers again. Raises ApiError if no worker is back in time.
+        """
         until = call.at + self.options.deadline_seconds
         while True:
             try:
@@ -232,7 +234,7 @@ class Proxy:
             call.tried.clear()
 
     def choose(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose the best worker that this call has not tried yet. Raises ApiError if there is none."""
+        """Choose the best worker to which this call was not sent yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
         names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
         if not names:
@@ -258,8 +260,9 @@ class Proxy:
     def _within_objective(
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
-        raises ApiError 429 with the best prediction."""
+        """Return the workers that may meet the objective of a call. If no worker can meet it, raise ApiError 429 with
+        the best prediction. A call that was already sent to a worker is not refused, and all workers are returned.
+        """
         assert call.keys is not None
         found: list[str] = []
         best: tuple[Decision, Prediction, Objective] | None = None
@@ -316,7 +319,9 @@ class Proxy:
         return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
 
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return for each worker the number of tokens at which the prompt can resume."""
+        """Return for each worker how many tokens of the prompt are cached, one number per medium. Also stores the
+        hashes of the prompt in the call.
+        """
         keys = call.keys
         assert keys is not None
         if keys.tokens is None:
@@ -361,8 +366,9 @@ class Proxy:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
-        """Count a failed attempt. A call ends after too many workers died while they had it, because the call may be
-        the cause. An attempt at a worker that was already dead does not count."""
+        """Count a failed attempt of a call. A call ends after too many failed attempts, because the call itself may be
+        the cause. An attempt at a worker that accepted no connection does not count.
+        """
         self.counts.failovers += 1
         worker.sent.failures += 1
         call.failures += not isinstance(error, _UnreachableError)
@@ -377,9 +383,10 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """If the decode worker lacks many tokens, start the prefill of a call on a prefill worker. Return the
-        fields that make the decode worker pull the pages, and the task. Both are empty if the decode worker
-        computes alone.
+        """If the decode worker lacks many prompt tokens, let a prefill worker compute the prompt.
+
+        Returns the request fields that make the decode worker pull the pages, and a list with the task of the prefill.
+        Both are empty if the decode worker computes the prompt itself.
         """
         keys, served = call.keys, self.fleet.models[call.model]
         assert keys is not None
@@ -432,8 +439,9 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call that is not a stream, and return the answer unchanged. Retries on other workers until the
-        answer has begun."""
+        """Forward a call that is not a stream, and send the answer to the client unchanged. If a worker fails before
+        the answer has begun, the next worker is tried.
+        """
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:
@@ -542,8 +550,10 @@ class Proxy:
     async def _stream_from(
         self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream an answer from one worker. The fields `more` are added to the request. Returns None at the end of the
-        answer, or the worker's refusal."""
+        """Stream an answer from one worker to the client. The fields `more` are added to the request.
+
+        Returns None at the end of the answer. If the worker refuses, returns its status, headers and body.
+        """
         body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
         if worker.is_kvloom:

@@ -1,7 +1,7 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
     cost        the measured seconds of decode steps of each size, and of a proposer per draft token
-    acceptance  the chance a that one more draft token is accepted: a moving average for each request and proposer
+    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
@@ -20,8 +20,8 @@ __all__ = ["Acceptance", "Controller", "StepCosts"]
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""After this many steps without drafts, one step tries drafts. After this many steps with drafts, one step runs
-without drafts.
+"""After this many steps without drafts, one step tries drafts again. After this many steps with drafts, one step runs
+without drafts, so that its time is measured.
 """
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
@@ -34,20 +34,23 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 
 class Acceptance:
-    """Moving averages of acceptance, for each proposer. They are the first estimates of a new request."""
+    """Estimates of acceptance: the probability that one more draft token is accepted. Each request has an estimate for
+    each proposer. A new request starts with the average of the proposer. Estimates are moving averages.
+    """
 
     def __init__(self) -> None:
         self._overall: dict[str, float] = {}
 
     def of(self, known: dict[str, float], proposer: str) -> float:
-        """Return the probability that one more draft token is accepted. `known` contains the estimates of a request, by
-        proposer."""
+        """Return the estimate for a request. `known` contains the request's own estimates, by proposer."""
         return known.get(proposer, self._overall.get(proposer, PRIOR))
 
     def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
-        """Update the estimates of the request and of the proposer with a verified draft.
+        """Update the estimates of the request (`known`) and of the proposer: `accepted` of `drafted` tokens were
+        accepted.
 
-        Draft tokens after the first rejected token do not count."""
+        Draft tokens after the first rejected token do not count.
+        """
         tried = min(drafted, accepted + 1)
         share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
         for estimates in (known, self._overall):
@@ -121,11 +124,12 @@ class Controller:
     def lengths(
         self, proposer: str, chances: Sequence[float], most: Sequence[int], rows: int, others: int
     ) -> list[int]:
-        """Return the draft length of each request in tokens.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
+        the step should run without drafts.
 
-        `chances` are the acceptances of the requests, and `most` their longest possible drafts. `rows` is the
-        number of draft tokens that the step can still have. `others` is the number of tokens of other requests in
-        the step."""
+        `chances` are the acceptances of the requests, and `most` their longest possible drafts. All drafts together
+        have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
+        """
         count, plain = len(chances), len(chances) + others
         none = [0] * count
         if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
@@ -178,7 +182,9 @@ class Controller:
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:
-        """Shorten the longest drafts until all drafts together have at most `rows` tokens."""
+        """Shorten the longest drafts, in place, until all drafts together have at most `rows` tokens. Return the
+        lengths.
+        """
         while sum(drafts) > rows:
             longest = max(drafts)
             excess = sum(drafts) - rows
@@ -196,6 +202,6 @@ def _worth(chance: float, length: int) -> int:
 
 
 def _expected(chance: float, length: int) -> float:
-    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length."""
+    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length, where a is `chance`."""
     chance = min(max(chance, 0.0), MOST)
     return chance * (1 - chance**length) / (1 - chance)

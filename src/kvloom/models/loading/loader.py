@@ -63,7 +63,7 @@ def load(
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
-    checks precede the reading of weights.
+    checks run before any weight is read.
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
@@ -157,7 +157,8 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class that runs a config as a language model, and the part of the config for that class."""
+    """Return the class with which transformers runs a config as a language model, and the part of the config for that
+    class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -171,7 +172,9 @@ def _class(config: Any) -> tuple[Any, Any]:
     if made_as and cls.__name__ not in made_as and not any(name.endswith(_LANGUAGE) for name in made_as):
         raise ModelError(f"the checkpoint is a {', '.join(made_as)}, not a causal language model")
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{cls.__name__} is half of an encoder and a decoder; models of text alone run here")
+        raise ModelError(
+            f"{cls.__name__} is half of an encoder and a decoder: use a decoder-only language model"
+        )
     text_alone = cls.config_class == config.sub_configs.get("text_config")
     return cls, config.get_text_config() if text_alone else config
 
@@ -240,8 +243,8 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Fill the weights with random numbers on their device. Afterwards transformers initialises norms, biases,
-    rates and rotary tables."""
+    """Return a model with random weights, filled directly on the device. Afterwards transformers initialises norms,
+    biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)

@@ -146,7 +146,7 @@ class TransferFields(msgspec.Struct, frozen=True):
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints share. Unsupported fields are declared too, so that they can be refused."""
+    """The fields that completions and chats share. Unsupported fields are declared too, so that they can be refused."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -69,10 +69,9 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return the data with which a router follows and scores this model: hashes, groups, sizes, addresses of
-        its events.
-
-        Returns None while the model loads."""
+        """Return what a router needs to follow and score this model: how blocks are hashed, layer groups, sizes, and
+        the addresses of its events. Returns None while the model loads.
+        """
         facts = self.engine.info
         if facts is None:
             return None

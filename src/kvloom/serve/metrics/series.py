@@ -28,7 +28,7 @@ __all__ = [
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | Histogram
-"""A number, a number per label value (or tuple of values), or a histogram."""
+"""The value of a series: a number, a number per label value (or tuple of label values), or a histogram."""
 EVICTED = ("blocks", "window", "snapshot", "media")
 BREAKERS = ("closed", "half-open", "open")
 
@@ -64,9 +64,11 @@ def exposition(rows: Iterable[Series], model: str) -> str:
 def expositions(
     models: Mapping[str, Iterable[Series]], is_labelled: bool, server: Iterable[Series] = ()
 ) -> str:
-    """Return the series of several models and of the server. Each family occurs once, with the samples of all
-    models. With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the
-    label `model_name`.
+    """Return the series of several models and of the server in Prometheus' text format. Each metric name occurs once,
+    with the samples of all models.
+
+    With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the label
+    `model_name`.
     """
     families: dict[str, list[str]] = {}
     for row in server:
@@ -269,7 +271,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return the engine's counts as a Histogram. The default bounds are those of ages."""
+    """Return a Histogram with these bounds, built from counts that the engine sent."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

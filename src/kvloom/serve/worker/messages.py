@@ -79,7 +79,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `observe`   | False: send neither stats nor request progress                |
     | `settings`  | settings of the engine: arguments of `engine_config`          |
     | `log_level`, `log_format` | of the engine process's log                                  |
-    | `share_bytes` | size that the pool can always reach, of memory that models share; None: it shares none |
+    | `share_bytes` | if models share memory: the size that the pool can always reach; else None |
     """
 
     model: str
@@ -377,8 +377,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens of one
-    request. `number` is the number of the last completed ResizePool."""
+    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens that one
+    request may have. `number` is that of the last ResizePool message that was carried out.
+    """
 
     pool_bytes: int
     target_bytes: int

@@ -42,16 +42,17 @@ from .stats import engine_stats, tier_usages
 __all__ = ["Worker", "max_request_tokens"]
 
 GROWTH_SECONDS = 0.002
-"""Pause in seconds after a step in which requests wait until the pool has grown."""
+"""Pause in seconds after a step if requests wait for the pool to grow."""
 STATS_SECONDS = 0.25
 SHORT_SECONDS = 0.05
-"""Seconds between two stats messages while a model lacks pages that other models could give."""
+"""Seconds between two stats messages while this model lacks pages and shares memory with other models."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, with the number of sent tokens of each answer (-1 if it has finished), and the time of
-    its first token."""
+    """A request in the engine. `sent_tokens` is the number of tokens already sent, by answer, or -1 if the answer has
+    finished. `first` is the time of the first token.
+    """
 
     message: Add
     request: Request
@@ -130,8 +131,8 @@ class Worker:
         return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
-        last token.
+        """Poll transfers, images, grammars and the size of the pool. Call this method regularly while no step runs,
+        because stores to tiers may finish after the last token.
         """
         self._enqueue_with_images()
         self._enqueue_compiled()
@@ -234,13 +235,17 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests that fit into the pool's share of memory wait until the pool has grown."""
+        """Set the share of this model: the size that its pool can always reach, because models share memory. A request
+        that fits only into this size waits until the pool has grown.
+        """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens of one request that fits into the pool, or into the pool's share of memory."""
+        """The largest number of tokens of one request. It follows from the pool's share of shared memory or, without
+        shared memory, from the size of the pool.
+        """
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
 
@@ -422,8 +427,8 @@ class Worker:
         self.engine.end_session(key)
 
     def _bytes_needed(self, message: Add) -> int:
-        """Return the largest number of pool bytes that a prompt and its answers can use. Answers share the full
-        blocks of the prompt.
+        """Return the largest number of pool bytes that a prompt and its answers can use. The full blocks of the prompt
+        count once, because all answers share them.
         """
         layout = self.engine.layout
         more, samples = message.params.max_tokens, message.params.samples
@@ -505,7 +510,7 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Clear the flag for unreported changes when the engine is idle."""
+        """Clear the flag for unreported changes. While the engine is busy, the flag stays set."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 
