@@ -190,7 +190,10 @@ def test_the_interface_of_lmcache_is_the_tested_one() -> None:
         "object_group_id",
         "cache_salt",
     ]
-    assert VERSION.installed() == VERSION.tested
+    found = VERSION.installed()
+    assert found == VERSION.tested, (
+        f"the interface of LMCache {found} is the tested one: raise VERSION.tested"
+    )
 
 
 # --- store, lookup, load
