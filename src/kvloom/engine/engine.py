@@ -23,7 +23,7 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.paged import ImageInputs
+from kvloom.models.paged import DRAFT_STEP_TOKENS, ImageInputs
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -80,7 +80,9 @@ STRONG_MATCH = 6
 """If another proposer follows a lookup proposer, the lookup must match at least this many tokens. After a shorter
 match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""A step with drafts samples at up to this many positions, or at `max_running` positions if this number is larger."""
+"""A step with drafts can sample at this many positions at least. If `max_running` requests with drafts have more
+positions, it can sample at all of them, up to `DRAFT_STEP_TOKENS`. It can always sample one token of each request.
+"""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -115,7 +117,11 @@ class Engine:
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
+        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_rows = 0
+        if config.speculate != "off":
+            wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
+            draft_rows = max(config.max_running, MIN_DRAFT_ROWS, wanted)
         self.runner = ModelRunner(
             model,
             self.cache,
@@ -127,7 +133,7 @@ class Engine:
             self.vision,
             memory.batch_invariant,
             2 * draft_rows,
-            draft_length=longest_draft(config.proposers, config.draft_tokens),
+            draft_length=draft_length,
         )
         self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None

@@ -88,7 +88,7 @@ class Speculation:
         """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
         and all drafts fit into the rows of the step."""
         if self.controller is not None:
-            self.controller.step_begins()
+            self.controller.step_begins([request.acceptance for request in running])
             if not self.controller.wants_drafts:
                 return {}
         left, drafts = self.rows - len(running), {}
@@ -119,7 +119,11 @@ class Speculation:
             lengths = Controller.share(most, left)
         else:
             chances = [controller.acceptance.of(request.acceptance, proposer.name) for request, _ in waiting]
-            lengths = controller.lengths(proposer.name, chances, most, left, others)
+            replays = any(
+                request.sequence is not None and request.sequence.cache.has_states
+                for request, _ in waiting[:1]
+            )
+            lengths = controller.lengths(proposer.name, chances, most, left, others, replays)
         asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
         if not asked:
             return []
