@@ -437,9 +437,10 @@ class Engine:
         return self.cache.end_session(session)
 
     def set_role(self, role: Role) -> None:
-        """Change the role to "both", "prefill" or "decode". "prefill" offers the pages of every later request to other workers. "decode" limits
-        prompt tokens per step, so that a prompt does not delay decoding requests. Raises ValueError for "prefill"
-        without shared host memory.
+        """Change the role to "both", "prefill" or "decode".
+
+        "prefill" offers the pages of every later request to other workers. "decode" limits prompt tokens per step, so
+        that a prompt does not delay decoding requests. Raises ValueError for "prefill" without shared host memory.
         """
         if role == "encode":
             raise ValueError("role encode is a role of `kvloom serve`: an engine cannot have it")
