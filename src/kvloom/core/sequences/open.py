@@ -170,6 +170,9 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if state.checkpoint_policy.prompt_end:
         early = state.checkpoint_policy.before_last and match.length > state.block_tokens
         positions.add(match.length - early)
+        if early and not state.has_states:
+            # Tiers store full blocks only. An identical prompt resumes from a tier at its last full block.
+            positions.add((match.length - 1) // state.block_tokens * state.block_tokens)
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
