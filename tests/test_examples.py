@@ -11,6 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.tiers import (
+    HostConfig,
+    HostTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Transfer,
+    TransferCounts,
+    failed_transfer,
+)
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "offline.py": "31 of 38 prompt tokens cached",
@@ -57,6 +68,28 @@ def test_the_client_example_asks_a_server() -> None:
         server.wait(60)
     assert "[0 of " in shown
     assert shown.count("prompt tokens cached]") == 2
+
+
+def test_the_toy_engine_computes_what_a_tier_fails_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from toy_engine import Request, ToyEngine
+
+    class Unreadable(HostTier):
+        def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+            return failed_transfer(len(objects), TransferCounts(), "read", Outcome.CORRUPT, "damaged")
+
+    engine = ToyEngine(slabs=40, tier=Unreadable(HostConfig(8 << 20)))
+    prompts = [list(range(start, start + 120)) for start in range(0, 12_000, 1000)]
+    for prompt in [*prompts, *prompts]:
+        engine.add(Request(prompt, 20))
+    engine.run()
+    engine.cache.check()
+    assert engine.offloaded > 0
+    assert engine.loaded == 0
+    for request in engine.done:
+        for end in range(len(request.prompt), len(request.tokens)):
+            assert request.tokens[end] == request.next_token(request.tokens[:end])
+    assert len(engine.done) == 24
 
 
 def test_every_example_is_tested() -> None:

@@ -12,9 +12,9 @@ import transformers
 
 pytest.importorskip("zmq")
 
-from kvloom.core import unit_hashes
+from kvloom.core import HASH_TOKENS, CacheControl, hash_chain, token_bytes, unit_hashes
 from kvloom.engine import Engine, SamplingParams
-from kvloom.events_wire import Subscriber, TierBlocks, wire_hash
+from kvloom.events_wire import BlockStored, Subscriber, TierBlocks, wire_hash, wire_hashes
 from kvloom.tiers import Objects
 from tests.engines import make_engine
 from tests.events_wire.test_events_wire import Index, until
@@ -23,11 +23,13 @@ from tests.models.zoo import config_of, prompts_of
 Pages = set[tuple[int, str, int]]
 
 
-def made(family: str, folder: Path, tiers: list[str], block_tokens: int) -> Engine:
+def made(family: str, folder: Path, tiers: list[str], block_tokens: int, **settings: Any) -> Engine:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32).eval()
     addresses = {"kv_events": f"ipc://{folder}/events", "kv_events_replay": f"ipc://{folder}/replay"}
-    return make_engine(model, block_tokens << 14, tiers=tiers, block_tokens=block_tokens, **addresses)
+    return make_engine(
+        model, block_tokens << 14, tiers=tiers, block_tokens=block_tokens, **addresses, **settings
+    )
 
 
 def ran(engine: Engine, seed: int) -> None:
@@ -106,6 +108,46 @@ def test_events_of_host_memory_are_its_pages(family: str, block_tokens: int, tmp
         assert {page[1] for page in heard.pages} == {"GPU", "CPU"}
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("family", "block_tokens"), [("llama", 16), ("gemma3_text", 64), ("qwen3_next", 16)])
+@pytest.mark.few(2)
+def test_events_of_host_memory_have_the_tokens_of_their_hashes(
+    family: str, block_tokens: int, tmp_path: Path
+) -> None:
+    """With `kv_events_tier_tokens`, a subscriber can compute hashes of its own for the blocks of tiers."""
+    tiers = [f"host:{8 * block_tokens}KiB"]
+    engine = made(family, tmp_path, tiers, block_tokens, kv_events_tier_tokens=True)
+    heard = Index()
+
+    async def follow() -> None:
+        follower = Subscriber(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", heard.apply)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.counts.is_synced)
+        for seed in range(1, 10):  # more than the pool and host memory have space for
+            await asyncio.to_thread(ran, engine, seed)
+            assert engine.events is not None
+            engine.events.flush()
+        await until(lambda: engine.events is not None and follower.counts.batches == engine.events.published)
+        task.cancel()
+
+    try:
+        asyncio.run(follow())
+        root = engine.cache.root_hash(CacheControl())
+    finally:
+        engine.close()
+    stored = [event for batch in heard.batches for event in batch.events if isinstance(event, BlockStored)]
+    whole = {None: root}  # all 16 bytes of the hashes, by the hashes that are sent
+    seen = 0
+    for event in (one for one in stored if one.token_ids and one.block_size == HASH_TOKENS and one.tokens):
+        hashes = hash_chain(whole[event.parent_block_hash], token_bytes(event.tokens))
+        assert wire_hashes(hashes) == event.block_hashes
+        whole |= dict(zip(event.block_hashes, hashes, strict=True))
+        seen += event.medium == "CPU"
+    assert seen > 10
+    for event in stored:  # partial last blocks have no tokens
+        if event.kv_cache_spec_kind == "full_attention" and not event.tokens:
+            assert not set(event.block_hashes) & set(whole)
 
 
 def test_pages_of_a_disk_tier_are_published_after_a_restart(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from kvloom.events_wire import (
     EventSettings,
     Subscriber,
     WirePublisher,
+    block_tokens,
     offset_port,
     publisher as publisher_module,
     wire_hash,
@@ -226,7 +227,8 @@ def test_arrays_are_followed_with_replays_and_snapshots(tmp_path: Path, opened) 
     assert any(isinstance(event, BlockRemoved) for batch in heard.batches for event in batch.events)
 
 
-def test_events_of_tiers_get_parents_and_tokens() -> None:
+def test_events_of_tiers_get_parents_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tokens, "MOST_REMOVED", 1)
     known = BlockTokens(group=0)
     a, b, c = (bytes([n]) * 16 for n in (1, 2, 3))
     root, tokens = bytes(16), token_bytes(list(range(48)))
@@ -247,6 +249,11 @@ def test_events_of_tiers_get_parents_and_tokens() -> None:
     assert len(known) == 3, "host memory still has the blocks"
     known.removed(Removed((a, b, c), (1,), "host", "evicted"))
     known.removed(Removed((a, b), (0,), "host", "evicted"))
+    assert len(known) == 2, "c is in host memory, b may be on its way to another tier"
+    ((moved, _),) = known.stored(Stored(b"", (b,), (0,), "disk"), True)
+    assert moved.tokens == token_bytes(list(range(16, 32)))
+    known.removed(Removed((b,), (0,), "disk", "evicted"))
+    known.removed(Removed((c,), (0,), "host", "evicted"))
     assert len(known) == 1
 
 

@@ -8,6 +8,8 @@ from kvloom.core import HASH_TOKENS, TOKEN_BYTES, BlockRemoved, BlockStored
 
 __all__ = ["BlockTokens"]
 
+MOST_REMOVED = 65536
+
 
 @dataclass(slots=True)
 class _Block:
@@ -21,13 +23,16 @@ class _Block:
 class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
-    A block is remembered until no medium has its pages of layer group `group`. Takes about 300 bytes per block.
+    A block is remembered while a medium has its pages of layer group `group`. The last MOST_REMOVED blocks that no
+    medium has any more are remembered, too: a page that is being offloaded has left the pool, and its tier reports it
+    only after the transfer. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:
         self._group = group
         self._blocks: dict[bytes, _Block] = {}
         self._bits: dict[str, int] = {}
+        self._removed: dict[bytes, None] = {}  # blocks that no medium has, oldest first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -46,6 +51,7 @@ class BlockTokens:
             block = self._blocks.get(block_hash)
             if block is not None:
                 block.media |= bit
+                self._removed.pop(block_hash, None)
             if event.tokens:
                 continue
             parent, first, tokens = (
@@ -68,7 +74,7 @@ class BlockTokens:
             parent = block_hash
 
     def removed(self, event: BlockRemoved) -> None:
-        """Forget the blocks that no medium has any more."""
+        """Record that a medium no longer has some blocks. Forgets the oldest blocks that no medium has."""
         if self._group not in event.groups:
             return
         bit = self._bits.get(event.medium, 0)
@@ -77,4 +83,7 @@ class BlockTokens:
             if block is not None:
                 block.media &= ~bit
                 if not block.media:
-                    del self._blocks[block_hash]
+                    self._removed[block_hash] = None
+        while len(self._removed) > MOST_REMOVED:
+            oldest = next(iter(self._removed))
+            del self._removed[oldest], self._blocks[oldest]
