@@ -148,7 +148,7 @@ LLM_D = ["--kv-events-topic", "kv@{host}@{model}", "--kv-events-encoding", "arra
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], LLM_D], ids=["maps", "arrays"])
 def test_dynamos_indexer_follows_a_worker_through_its_tiers(options: list[str], tmp_path: Path) -> None:
-    """The indexer reports the tier of each block: pool, host memory, disk, and the pool again after a load."""
+    """The indexer reports the tier of each block: pool, host memory, disk, and at last the pool again."""
     python = dynamo_python()
     if python is None:
         pytest.skip("Dynamo's indexer is not installed: `make test-full` installs it below build/dynamo")
