@@ -94,19 +94,20 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the code of a tenant. A new tenant, declared or not, gets the next free code."""
+        """Return the number that stands for a tenant in owner codes. A new tenant, declared or not, gets the next
+        free number."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list of tenants. All tenants without a code of their own get
-        the index after the last one."""
+        """Return the index of a tenant in the reported list of tenants. All tenants without a number of their own get
+        the index after the last tenant."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the owner code for pages of a size class that the walk has not visited yet. The code contains the
-        group if only one group has pages of this size."""
+        """Return the owner code for pages of a size class that the walk has not visited yet. An owner code stands for
+        a group and a tenant. The code contains the group if only one group has pages of this size."""
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -146,7 +147,7 @@ class PoolMap:
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
-        """Yield the most recently used media runs."""
+        """Yield the most recently used media runs (the pages of images)."""
         runs = self._state.media_cache.runs()
         yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
@@ -167,8 +168,7 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Divide the cells into ranges that can be counted one at a time. The pages of one range are about as many as
-        one call of `look` may count."""
+        """Divide the cells into ranges. One range has about as many pages as one call of `look` may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))

@@ -1,8 +1,7 @@
 """Rows of page ids. A row contains the page ids of one block, one state or one block of an image.
 
-This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction can
-move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page. It does
-not depend on tokens or policies.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction
+can move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class PageOwner(Protocol):
     """An entry of the prefix cache that has rows of page ids."""
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in some columns of the owner's rows."""
+        """Replace the page id `page` by `target` in some columns of the owner's rows."""
 
 
 class PageHolder(Protocol):
@@ -167,6 +166,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether its page in `column` is in use."""
+        """Return, for each row, whether the row's page in `column` is in use."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

@@ -129,8 +129,8 @@ def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 
 def _with_media(data: bytes, resolve: Resolve) -> bytes:
-    """Return the bytes to hash for tokens that may include media tokens. All media tokens become -1. The range and the
-    digest of each image follow after the tokens."""
+    """Return the bytes to hash for tokens that may include media tokens. The bytes contain the tokens, with -1 for
+    every media token. The range and the digest of each image follow after the tokens."""
     if not loops.any_negative(data):
         return data
     ids = np.frombuffer(data, "<i4")

@@ -155,7 +155,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish that missing window pages of `node` were added again. `missing` marks these pages."""
+        """Publish that window pages that were missing in `node` were added again. `missing` marks these pages."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)
@@ -164,7 +164,7 @@ class EventPublisher:
                 self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
-        """Publish that the window pages of `group` in some rows of `node` were removed."""
+        """Publish that the window pages of `group` were removed from the blocks `rows` of `node`."""
         hashes = tuple(block_hash for block_hash, _, _ in self._row_hashes(node, rows))
         if hashes:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
@@ -201,16 +201,18 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the hash of a partial last block is removed, because the block grows and gets another hash. If
-        there is a checkpoint at the end of the block, the hash stays valid and is not removed."""
+        """Publish that the partial last block of `node` was removed under its old hash, because the block grows and
+        gets another hash. If there is a checkpoint at the end of the node, the old hash stays valid, and nothing is
+        published."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed. If the snapshot was inside a block of `node`, the hash of the partial
-        block that ends there is removed, too."""
+        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block and not at
+        the end of its node, also publish that the partial block before the checkpoint was removed. Without the
+        snapshot, no prompt can resume there."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

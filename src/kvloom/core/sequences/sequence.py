@@ -58,7 +58,7 @@ class ColdRun:
     users: int = 1
 
     def release(self) -> None:
-        """Remove one reference to the run. The last one calls `on_release`."""
+        """Remove one reference to the run. Calls `on_release` if no reference remains."""
         self.users -= 1
         if not self.users:
             self.on_release()
