@@ -67,8 +67,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object, and
-        as last element the total number of units."""
+        """Returns the units of all objects as one batch. Also returns an array with the index of each object's first
+        unit, followed by the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes

@@ -197,8 +197,12 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError if another user can replace the tier's files. Logs a warning if this user owns the directory
-    but other users may write to it."""
+    """Raises TierError if the path is a symbolic link of another user, except root. Also raises TierError if another
+    user owns the directory and every user may replace files in it.
+
+    Logs a warning if this user owns a directory in which every user may replace files. Logs a warning if another user
+    except root owns the directory. The sticky bit prevents users from replacing files of other users.
+    """
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
         raise TierError(

@@ -1,5 +1,5 @@
-"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, within
-tenants' shares.
+"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, but does
+not evict the guaranteed part of a tenant for other tenants.
 
 Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
 copies the pages, the caller leases them with `acquire` or `reserve` until the device copies are done. The caller may

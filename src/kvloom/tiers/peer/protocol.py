@@ -71,7 +71,8 @@ class Verb(IntEnum):
     """The requests of a client. A comment states the fields of each request and of its reply.
 
     A request with a share has the tenant's id after the keys in the payload. Its header fields `a` and `b` are the
-    limit and the guaranteed bytes of the tenant. For a tenant without a share, all three are left out.
+    limit and the guaranteed bytes of the tenant. For a tenant without a share, the id is left out, and `a` and `b`
+    are not used.
     """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits

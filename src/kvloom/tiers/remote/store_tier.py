@@ -125,8 +125,8 @@ def store_tier(
 
 class _PrefixedStore(Connection):
     """A connection that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages. This
-    costs a read of the first bytes of each page. `tracker` counts the values and chooses those to evict. It is None if
-    the store counts."""
+    costs a read of the first bytes of each page. `tracker` counts the values of this process and chooses the values
+    to evict. It is None if the store counts its values itself."""
 
     def __init__(self, store: Store, expiry: Expiry, tracker: CapacityTracker | None) -> None:
         self.store, self.expiry, self.tracker = store, expiry, tracker
@@ -324,7 +324,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads parts of plain objects in one round trip. Runs are read directly into the caller's memory."""
+        """Reads the requested layer runs of plain objects in one round trip, directly into the caller's memory."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -356,8 +356,8 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of objects in two round trips. The first reads the headers, which contain the positions of the
-        runs. The second reads the runs.
+        """Reads the requested layer runs of objects in two round trips. The first reads the headers, which contain
+        the positions of the runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes
