@@ -244,8 +244,8 @@ def two_parts(x, DTYPE: tl.constexpr):
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Add the products of the high and the low parts from `two_parts`. `x` is [A, 2 * B], with the two products of
-    each number adjacent. In int8, the result is an integer that is LOW_INT8 times too large. It is below 2^31 for 256
-    products."""
+    each number adjacent. In int8, the result is an integer that is LOW_INT8 times too large. For sums of 256
+    products, this integer is below 2^31."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)

@@ -237,8 +237,8 @@ def time_steps(
 
 
 def _recur(decay: torch.Tensor, drive: torch.Tensor, state: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Compute state = decay * state + drive along dimension 1. Writes every state to `seen` and returns the last
-    one."""
+    """Compute state = decay * state + drive for one token after the other (dimension 1). Writes every state to `seen`
+    and returns the last state."""
     for t in range(seen.shape[1]):
         state = torch.addcmul(drive[:, t], decay[:, t], state, out=seen[:, t])
     return state.clone()

@@ -65,7 +65,7 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return 1 / Euclidean length of every row of a tile."""
+    """Return 1 / (Euclidean length) of every row of the tile `x`."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
@@ -159,7 +159,7 @@ def state_kernel(
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """Compute the first state of every chunk and the last state of the row. On entry, `u` has the results of
-    `solve_kernel`. On return, it has the corrections."""
+    `solve_kernel`. On return, `u` has the corrections."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
