@@ -189,7 +189,7 @@ class Engine:
         self._sessions = SessionHistory()
 
     def _proposers(self, draft: Any) -> list[Proposer]:
-        """Return the proposers of the settings, in order."""
+        """Return the proposers that the settings name, in the order in which they are tried."""
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):
@@ -652,9 +652,9 @@ class Engine:
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Start the other samples (`n` > 1) of the requests whose prompt this step has computed.
 
-        Return the requests to sample, and the row of logits for each. The given requests come first, then their
-        samples. A sample uses the logits of its request. Samples that have no pages yet come last, and wait to be
-        recomputed.
+        Return the requests to sample, and for each request the index of its row of logits. The given requests come
+        first, then their samples. A sample uses the logits of its request. Samples for which the pool has no pages
+        come last. They get their first token in this step, then wait and are recomputed.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):

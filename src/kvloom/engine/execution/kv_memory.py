@@ -145,8 +145,8 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the largest number of tokens of a sequence. It is `asked`, or the model's limit if `asked` is None.
-    Raises ValueError if `asked` exceeds the limit.
+    """Return the largest number of tokens of a sequence: `asked`, or `model_limit` if `asked` is None. Raises
+    ValueError if `asked` exceeds the limit.
     """
     if asked is None:
         return model_limit

@@ -172,8 +172,8 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the mark before which the pages of a batch were written: 1 for the last mark, 2 for the second last, 0
-        for none. A copy then waits only for the work before this mark (see `HostPages.offload`).
+        """Return which mark follows the writes of a batch's pages: 1 for the last mark, 2 for the second last mark, 0
+        for no mark. A copy then waits only for the work before this mark (see `HostPages.offload`).
 
         A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after its
         launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of a
@@ -247,7 +247,7 @@ class PageOffloader:
 
 
 def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
-    """Merge batches that differ only in their pages, to reduce the number of copies."""
+    """Merge batches that differ only in hashes and pages, to reduce the number of copies."""
     rows = pages = np.concatenate([batch.rows for batch in batches])
     if any(batch.pages is not batch.rows for batch in batches):
         pages = np.concatenate([batch.pages for batch in batches])

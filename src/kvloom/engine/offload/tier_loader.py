@@ -187,8 +187,8 @@ class TierLoader:
     def _start(self, job: LoadJob) -> None:
         """Request the pages of a job from tiers, in chunks.
 
-        If the request must load all pages, they form one chunk. Otherwise the chunks begin at `_first_token`, because
-        the request computes the tokens before it meanwhile.
+        If the request must load all pages, these pages form one chunk. Otherwise the first chunk begins at
+        `_first_token`, because the request computes the earlier tokens meanwhile.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
@@ -305,11 +305,11 @@ class TierLoader:
     def _max_lost_seconds(self, job: LoadJob) -> float:
         """Return the seconds that a request may lose by waiting for pages.
 
-        | measured                    | limit                                                                                |
-        |-----------------------------|--------------------------------------------------------------------------------------|
-        | no prefill                  | a twentieth of the longest deadline; 0 if the load is estimated to take longer       |
-        | prefill, no load            | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS    |
-        | both                        | as above; at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS    |
+        | measured so far                         | seconds that the request may lose                                                           |
+        |-----------------------------------------|---------------------------------------------------------------------------------------------|
+        | neither prefill nor load, or only loads | a twentieth of the longest deadline; 0 if the load is estimated to take longer              |
+        | prefill, but no load of this job        | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS           |
+        | prefill and load                        | the same limit, but at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS |
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
@@ -324,8 +324,9 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages as one chunk that begins at token `first`. A page is given as (index in `missing`, index inside
-        that entry). Pages that another job already loads are not requested twice, and both jobs wait for that transfer.
+        """Request pages as one chunk that begins at token `first`. A page is given as (i, j): page j of the group
+        `missing[i]`. Pages that another job already loads are not requested twice, and both jobs wait for that
+        transfer.
         """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}
@@ -352,6 +353,6 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers, one entry per run of their layer group."""
+        """Return missing pages as objects for tiers, one batch of objects per run of the pages' layer group."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

@@ -547,8 +547,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return a grammar of the tenant with the most grammars in the list: the one that comes last. If several
-        tenants have equally many, return the last grammar of all these tenants.
+        """Return the last grammar in the list of the tenant that has the most grammars in the list. If several
+        tenants have equally many, return the last grammar of any of these tenants.
         """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())

@@ -249,8 +249,9 @@ class Scheduler:
         """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
         `below` are considered.
 
-        A request is deferred if another request computes or loads its next block (`next_blocks`), or will take a
-        checkpoint at which it can resume. No page is therefore computed or loaded twice.
+        A request stays in the queue if another request computes or loads its next block (`next_blocks`). It also
+        stays if another request will take a checkpoint at which it can resume. No page is therefore computed or
+        loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -490,8 +491,9 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of a launched step that are on the host. If a request now has no uncomputed token, count
-        its next token as in flight.
+        """Count the tokens of a launched step as computed. Commit the tokens whose ids are already on the host.
+        `commit_tokens` commits the other tokens later. If all tokens of a request are now computed, count its next
+        token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -634,8 +636,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that starts to compute: the cached tokens, and where and why pool and tiers
-        had no more.
+        """Record the cache hit of a request that starts to compute: the number of cached tokens, the position at
+        which the hit ended, and the miss reason.
         """
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
@@ -770,10 +772,10 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any block
-        became cold. The request with the most blocks in the pool comes first. A request that may become long becomes
-        long here, if it has more blocks in the pool than admission projects. If the tenant's quota is exhausted, only
-        requests of this tenant are candidates."""
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
+        block became cold. The long request with the most blocks in the pool loses blocks first. A request that may
+        become long becomes long here, if it has more blocks in the pool than admission projects. If the tenant's
+        quota is exhausted, only requests of this tenant are candidates."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False
@@ -823,9 +825,9 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Handle a request that lacks pages although no other request runs. First let it become long, if host memory
-        allows it. If it cannot, run it once more without the cache, because shared cached pages may prevent eviction.
-        If that also fails, finish it with the reason "no_room".
+        """Handle a request that lacks pages although no other request runs. First let the request become long, if
+        host memory has space for its pages. If it cannot become long, run it once more without the cache, because
+        shared cached pages may prevent eviction. If it still lacks pages, finish it with the reason "no_room".
         """
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
@@ -838,7 +840,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, save: bool = True) -> None:
         """Release the pages of a running request and let it wait again. With `save`, the pages of a long request are
-        first copied to host memory. Without, its pages may be invalid.
+        first copied to host memory. Do not set `save` if the pages may be invalid.
         """
         assert request.sequence is not None
         parked = request.parked

@@ -131,8 +131,8 @@ class SloGate:
     def _own_work(
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
-        """Return the work of a prompt: its tokens without hits in pool and tiers, and the seconds to load the hits from
-        tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
+        """Return the work of a request's prompt: the number of tokens that neither pool nor tiers have, and the
+        seconds to load the hits from tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
         """
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
