@@ -251,8 +251,8 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint. Returns 0 if the template refuses the chat up to the
-    breakpoint.
+    """Return the number of prompt tokens before a cache breakpoint. Returns 0 if the template refuses the chat up to
+    the breakpoint.
 
     The chat up to the breakpoint and the whole chat are rendered. The result is the length of their common prefix in
     tokens.

@@ -223,7 +223,8 @@ class GenerationEndpoint(ABC):
         facts: Ready,
         started: float,
     ) -> list[Add]:
-        """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
+        """Return the messages to the engine: one `Add` message per prompt. Raises ApiError for the first invalid
+        prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
         made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
         return [
@@ -527,7 +528,7 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
     """Return how many of the last prompt tokens to keep, or None to keep all. `most` is the largest number of prompt
-    tokens. If the request has -1, return the largest number that leaves enough tokens for the output.
+    tokens. If the request asks for -1 tokens, return the largest number that leaves enough tokens for the output.
     """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens

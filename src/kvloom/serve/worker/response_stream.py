@@ -61,8 +61,8 @@ class ResponseStream:
         self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. Raises the
-        error of the stream after all earlier deltas were returned.
+        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. If the
+        stream has failed, raises its error after all earlier deltas were returned.
         """
         while not self._pieces and self._error is None and self.pending and not self.is_disconnected:
             self._changed.clear()

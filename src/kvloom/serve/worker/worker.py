@@ -235,8 +235,8 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Set the share of this model: the size that its pool can always reach, because models share memory. A request
-        that fits only into this size waits until the pool has grown.
+        """Set the share of this model in the memory that several models share. The pool can always grow to
+        `share_bytes` bytes. A request that fits only into a pool of this size waits until the pool has grown.
         """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
@@ -510,7 +510,8 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Clear the flag for unreported changes. While the engine is busy, the flag stays set."""
+        """Record that the latest changes of the stats were sent. While the engine is busy, the flag for unsent
+        changes stays set."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 
