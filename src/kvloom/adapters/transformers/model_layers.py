@@ -75,8 +75,8 @@ def cache_argument(model: Any) -> str:
 
 
 def read_layers(model: Any) -> ModelLayers:
-    """Run the model with a few tokens and return what its layers stored. Raises ValueError for a model that
-    `Cache` does not support.
+    """Return the layer specs of a model. To find them, this function runs the model with a few tokens and inspects
+    the cache that the model filled. Raises ValueError if `Cache` does not support the model.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
