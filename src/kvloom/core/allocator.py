@@ -205,8 +205,8 @@ class Allocator:
         return total
 
     def reachable(self, account: Account) -> int:
-        """Return the number of bytes that are free or that `account` may evict. It may evict its own pages and
-        those of accounts above their shares.
+        """Return the number of bytes that are free or that `account` may evict. An account may evict its own pages,
+        and pages of accounts above their shares.
         """
         others = (a for a in self._accounts.accounts.values() if a is not account)
         evictable = sum(self._accounts.evictable(a, account) for a in others)

@@ -254,8 +254,8 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the loaded pages end. It is `resume`, or the end of the last block if a tier has the
-        full page of this block."""
+        """The position at which the loaded pages end. This is the end of the last block if a tier has the full page
+        of that block, otherwise `resume`."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume

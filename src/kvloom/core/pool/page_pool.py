@@ -117,8 +117,8 @@ class PagePool:
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the smallest number of slabs that can contain the pages in use and `needs[c]` + `more` further pages
-        of each class c. Assumes compaction."""
+        """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
+        further pages of each class c. Assumes compaction."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab

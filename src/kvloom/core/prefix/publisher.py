@@ -112,8 +112,9 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of HASH_TOKENS
-        tokens, return a BlockHash, which also contains the hashes of the block's units up to `position`."""
+        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of
+        HASH_TOKENS tokens, the result is a BlockHash. It also contains the hashes of the block's units up to
+        `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -210,9 +211,9 @@ class EventPublisher:
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block and not at
-        the end of its node, also publish that the partial block before the checkpoint was removed. Without the
-        snapshot, no prompt can resume there."""
+        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, the
+        partial block before it is also published as removed, because no prompt can resume there without the snapshot.
+        This does not apply to a checkpoint at the end of its node."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

@@ -387,7 +387,7 @@ class RadixTree(Checkpoints):
     # -- locks and hits -------------------------------------------------------------------------
 
     def hit(self, node: Node, now: float) -> None:
-        """Record a hit of a node. Calls `on_hit` of the policy before `last_used` changes."""
+        """Record a hit of a node. Calls `Policy.on_hit` before `node.last_used` changes."""
         node.hits += 1
         if node.hits == 1 and node.offload is not None:
             # Pass the page to the listener again, because write policies for reused pages need it now.

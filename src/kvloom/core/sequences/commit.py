@@ -115,7 +115,7 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
     """Publish the full blocks `data`, which follow the published tokens. If the request does not store blocks, only
-    `published` is increased."""
+    `seq.published` is increased."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:

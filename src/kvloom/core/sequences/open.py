@@ -155,7 +155,8 @@ def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: by
 
 
 def _descend(node: Node, data: bytes, position: int) -> Node:
-    """Return the node that contains `position`. It is `node` or a node below it on the path of `data`."""
+    """Return the node that contains `position`. The search starts at `node` and follows the path of `data` down the
+    tree."""
     ids = memoryview(data).cast("i")
     while node.end < position:
         node = node.children[ids[node.end]]
