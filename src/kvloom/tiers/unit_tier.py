@@ -176,8 +176,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object. It is OK if all units of the object are OK. Otherwise it is the
-        outcome of a unit that is not OK."""
+        """Returns the outcome of each object. The outcome is OK if all units of the object are OK. Otherwise it is
+        the outcome of one unit that is not OK."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod

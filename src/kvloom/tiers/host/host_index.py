@@ -293,8 +293,8 @@ class HostIndex:
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
         """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. If
-        `account` would exceed its guarantee by a page of this size, the page must also belong to `account` or to
-        another account above its guarantee.
+        `account` stays within its guarantee with one more page of this size, the page may belong to any account.
+        Otherwise the page must belong to `account`, or to an account above its guarantee.
 
         A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
         evicted.

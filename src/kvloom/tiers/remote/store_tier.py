@@ -68,8 +68,9 @@ class Store(Connection, Protocol):
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
-        A store may first request `expected_bytes`, and repeat the request if the length differs."""
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
+        miss. A store may first request `ValueRange.expected_bytes` bytes, and repeat the request if the length
+        differs."""
         ...
 
     def usage(self) -> Usage:

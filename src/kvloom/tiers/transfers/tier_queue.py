@@ -91,8 +91,8 @@ class TierQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether one call of the tier has blocked the queue's thread for longer than `probe_seconds` of the circuit
-        breaker."""
+        """Whether one call of the tier has blocked the queue's thread for longer than
+        `CircuitBreakerConfig.probe_seconds`."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
