@@ -91,8 +91,8 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Process one lane's units for one KV head. `triton_work_list` defines lanes and units. `SINGLE` states that every
-    segment has one query.
+    """Process one lane's units for one KV head (the module `triton_work_list` defines lanes and units). `SINGLE`
+    states that every segment has one query.
 
     Results of whole tiles are written to OUT, and results of pieces of split tiles to PART, as in `attend_tiles`.
     """

@@ -144,8 +144,8 @@ def plan_visible_runs(
     """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to `seen`.
     A member is a query that reads the segment. A shortened segment starts at the first token that any member sees.
 
-    The shortened segment uses the block table of the member that sees this token, because only this block table still
-    has all pages of the segment. Run by one program per segment.
+    The shortened segment uses the block table of the member that sees this token. Only this block table still has all
+    pages of the segment. Run by one program per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -304,8 +304,9 @@ def plan_sources(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the segments that contain results of each query token: first its own segment, then its shared segments.
-    Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are its number of units (0 for none), the
-    units before it, the tiles before it, and the index of the token in the segment.
+    Writes SOURCES [tokens, 1 + depth, 4]. A segment has four numbers: its number of units (0 for no segment), the
+    number of units before the segment, the number of tiles before the segment, and the index of the token in the
+    segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first query
     in that segment.
