@@ -294,7 +294,8 @@ class Vision:
         return Image(inputs, digest.digest(), tenant)
 
     def _count(self, image: Image) -> int:
-        """Return the token count of an image. It depends only on shapes and grids, so it is computed once for each."""
+        """Return the token count of an image. The count depends only on the shapes and grids of the inputs, so it is
+        computed once for each combination."""
         key = tuple(
             (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
             for name, part in image.inputs.items()
