@@ -223,8 +223,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. It does not read the cache if the request skips the cache or must compute
-        every prompt token. It does not store if the request skips the cache or is long.
+        """The cache control for a match. Its `read` is False if the request skips the cache or must compute every
+        prompt token. Its `store` is False if the request skips the cache or is long.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -317,7 +317,8 @@ class Request:
 
     @property
     def returned_samples(self) -> list[Request]:
-        """The `n` samples to return. If there are more, those with the largest cumulative log-probability."""
+        """The samples to return (`params.n` of them). If there are more samples, those with the largest cumulative
+        log-probability are returned."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

@@ -54,8 +54,8 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
     """Allocate the pool of a model on its device, and let the model's attention read pages. A `draft` model or head
     shares the pool.
 
-    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure
-    the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
+    In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
+    measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())

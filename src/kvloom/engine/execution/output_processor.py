@@ -144,7 +144,7 @@ class OutputProcessor:
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
     def _fail(self, request: Request) -> None:
-        """Finish a request whose grammar allows no token. `stop_reason` becomes the error of the grammar."""
+        """Finish a request whose grammar allows no token. Its `stop_reason` becomes the error of the grammar."""
         assert request.structure is not None
         request.stop_reason = request.structure.error
         self._finish(request, "grammar")
@@ -191,7 +191,7 @@ class OutputProcessor:
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
         """Add a token to the text of a request. Return whether the text now contains a stop text. If the token `ends`
-        the output, it is decoded only with `include_stop_str_in_output`.
+        the output, it is decoded only if the request sets `include_stop_str_in_output`.
         """
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)

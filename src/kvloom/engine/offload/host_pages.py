@@ -208,9 +208,9 @@ class HostPages:
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
 
-        On a GPU the copy waits for all work on the current stream. With `age` 1 it waits only for work before the
-        last mark, and with `age` 2 only for work before the second last mark. The caller must ensure that work after
-        this mark did not write the pages.
+        On a GPU the copy waits for all work on the current stream. With `age` 1, the copy waits only for work before
+        the last mark. With `age` 2, it waits only for work before the second last mark. The caller must ensure that
+        work after this mark did not write the pages.
         """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)

@@ -137,9 +137,9 @@ class TierLoader:
         )
 
     def tokens_to_compute(self, job: LoadJob, inflight_seconds: float | None, now: float) -> int | None:
-        """Return how many tokens the request computes from `computed_to` on before the next decision. 0 means that
-        it waits for pages. None means that no further page will arrive. `inflight_seconds` is the remaining time of
-        its in-flight step.
+        """Return how many tokens the request of `job` computes next, from `job.computed_to` on. 0 means that the
+        request waits for pages. None means that no further page will arrive. `inflight_seconds` is the remaining time
+        of the in-flight step.
         """
         if job.copy is not None or not self.transfers.queues:
             return None
@@ -238,8 +238,8 @@ class TierLoader:
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token to load, well before the position where loading and computing are expected to meet.
 
-        Return the end of the load plan if loading would save no time. Return the end of the cached prefix, so that all
-        pages are loaded, if the request can wait or if too little was measured.
+        Return the end of the load plan if loading would save no time. If the request can wait, or if too little was
+        measured, return the end of the cached prefix. All missing pages are then loaded.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None

@@ -106,8 +106,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of its most likely tokens each beam must offer, so that at least `width` of them are not
-        end tokens.
+        """Return how many tokens each beam must offer, its most likely tokens first. At least `width` of these tokens
+        are then not end tokens.
         """
         return width + max(width, ends)
 

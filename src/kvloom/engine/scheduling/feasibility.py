@@ -143,9 +143,10 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
-        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has an
-        entry for each length from 1 to `length`, because the number can be larger at a shorter length. Without windows
-        it has one entry, for `length`. With `most_full`, at most this many blocks of full attention are counted."""
+        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has
+        one value for each length from 1 to `length`, because a shorter sequence can use more pages. Without windows,
+        an array has one value, for `length`. With `most_full`, at most this many blocks of full attention are
+        counted."""
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

@@ -342,8 +342,8 @@ class Scheduler:
     def _share_out(self) -> None:
         """Compute the share of each active tenant. With one active tenant there are no shares.
 
-        If a tenant below its share has waiting requests that do not fit, preempt requests of tenants above their share,
-        at most MAX_PREEMPTED in a step.
+        If waiting requests of a tenant below its share do not fit, preempt requests of tenants above their share. At
+        most MAX_PREEMPTED requests are preempted in a step.
         """
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
@@ -367,9 +367,9 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the step limit does not allow all of them, each tenant gets a
-        part of the limit in proportion to its weight. Within a tenant, the requests that have waited longest come
-        first.
+        """Return the decoding requests of this step. If the step limit does not allow all decoding requests, each
+        tenant gets a part of the limit in proportion to its weight. Within a tenant, the requests that have waited
+        longest come first.
         """
         assert self.step_limit is not None
         most = self.step_limit.tokens
@@ -799,8 +799,8 @@ class Scheduler:
         return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request, in addition to those of
-        running requests at their expected lengths."""
+        """Return whether host memory has space for the cold pages of a long request. The cold pages of running
+        requests at their expected lengths are counted, too."""
         others = [one for one in self.running if one.is_long]
         if self.offload is None or self.offload.cold is None or not others:
             return self.offload is not None and self.offload.cold is not None
@@ -864,8 +864,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running -= 1
 
     def _close(self, request: Request, sequence: Sequence) -> None:
-        """Close a sequence. If recurrent states lack the last tokens of a finished request, the next step first
-        computes them, so that later prompts can resume at its end.
+        """Close a sequence. If the recurrent states of a finished request lack its last tokens, the sequence stays
+        open, and the next step computes these tokens. Later prompts can then resume at the end of the request.
         """
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
             replayed = sequence.length - sequence.state_length
