@@ -424,8 +424,8 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """If a block has `cache_control`, add a breakpoint after it. Raises ApiError for an invalid `cache_control`, or
-        for too many breakpoints.
+        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. Raises
+        ApiError for an invalid `cache_control`, or for too many breakpoints.
         """
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:

@@ -432,7 +432,7 @@ class PromptEncoder:
         """Return the offset of each token's first character, and the offset after the last token. The first offset is
         `start`.
 
-        With `text`, offsets are positions in `text`, and a token whose text does not occur there, such as a special
+        With `text`, offsets are positions in `text`. A token whose text does not occur in `text`, such as a special
         token, has length 0. Several tokens that form one character have the same offset.
         """
         offsets, at = [], start

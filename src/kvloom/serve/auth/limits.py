@@ -140,8 +140,9 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
-    still admit. Tenants with many open answers are therefore refused first, and a new tenant is always admitted.
+    The server can still admit a number of answers. If several tenants share the server, a tenant may have at most
+    PRESSURE times this number of open answers. Tenants with many open answers are therefore refused first, and a new
+    tenant is always admitted.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

@@ -281,8 +281,8 @@ HistogramCounts = tuple[list[int], float]
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     """The usage of one tenant. `used` is the number of pool bytes of all its pages, and `in_use` of the pages of its
-    running requests. The other fields count its tokens looked up and hit, its evicted entries, its running and
-    waiting requests, and its bytes in each tier with tenant shares."""
+    running requests. Other fields count its tokens looked up and hit, its evicted entries, and its running and
+    waiting requests. The last field is its bytes in each tier with tenant shares."""
 
     used: int = 0
     in_use: int = 0
