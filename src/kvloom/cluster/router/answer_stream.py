@@ -61,8 +61,8 @@ class AnswerStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer (choice 0) so far. After a failover, the longer of two lists: the tokens of the
-        present worker, and those from before the failover.
+        """Token ids of the first answer (choice 0) so far. After a failover, this is the longer of two lists: the
+        tokens from the present worker, and the tokens from before the failover.
         """
         return max(self._tokens, self._known, key=len)
 

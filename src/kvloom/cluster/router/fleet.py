@@ -117,8 +117,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
-    that chooses among these workers."""
+    """The data of the router about one model: the index of cached blocks on all workers that serve the model, and the
+    scorer that chooses among these workers."""
 
     name: str
     index: FleetIndex
@@ -214,7 +214,7 @@ class Fleet:
 
     def candidates(self, model: str) -> list[str]:
         """Return the names of living workers that answer requests for a model. Prefill workers are included only if
-        there are no others."""
+        all living workers of the model are prefill workers."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 

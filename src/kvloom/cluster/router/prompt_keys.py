@@ -112,7 +112,8 @@ class PromptReader:
         return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
 
     async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
-        """Request the tokens from the worker with the fewest requests. Returns None if it does not answer in time."""
+        """Request the tokens of a prompt from the worker with the fewest requests. Returns None if the worker does
+        not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()
@@ -156,8 +157,8 @@ def _has_media(messages: list[Any]) -> bool:
 def roots_of(
     fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
 ) -> dict[bytes, list[str]]:
-    """Return the workers `names`, grouped by the root that their block hashes of this request have. Usually all workers
-    have the same root.
+    """Group the workers `names` by the root of their block hashes for this request: root → workers. Usually all
+    workers have the same root.
     """
     found: dict[bytes, list[str]] = {}
     for name in names:

@@ -28,17 +28,17 @@ SCORED = 8
 class ScoringOptions:
     """Weights of the score.
 
-    | option             | meaning                                                                              |
-    |--------------------|--------------------------------------------------------------------------------------|
-    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load     |
-    | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool |
-    | `step_tokens`      | number of prompt tokens in one step                                                  |
-    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool          |
-    | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                      |
-    | `overload_seconds` | a worker whose backlog exceeds the smallest backlog by more gets no affinity         |
-    | `foreign_seconds`  | cost of each request that another router sent to the worker                          |
-    | `adapter_seconds`  | cost of an adapter that is not resident                                              |
-    | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                     |
+    | option             | meaning                                                                                                      |
+    |--------------------|--------------------------------------------------------------------------------------------------------------|
+    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load                             |
+    | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool                        |
+    | `step_tokens`      | number of prompt tokens in one step                                                                          |
+    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool                                  |
+    | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                                              |
+    | `overload_seconds` | seconds by which a worker's backlog may exceed the smallest backlog; above this, the worker gets no affinity |
+    | `foreign_seconds`  | cost of each request that another router sent to the worker                                                  |
+    | `adapter_seconds`  | cost of an adapter that is not resident                                                                      |
+    | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                                             |
     """
 
     delay_weight: float = 1.0
@@ -76,8 +76,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute `compute`
-    of them, in an estimated time of `seconds`.
+    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute
+    `compute` of these tokens, which takes an estimated time of `seconds`.
     """
 
     compute: int
