@@ -290,7 +290,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._load_states()
 
     def _compute(self, tokens: torch.Tensor) -> None:
-        """Run the model with tokens whose logits are not needed."""
+        """Run the model with `tokens` to fill their pages. The logits are not used."""
         size = tokens.shape[1] if self._layers_read.continues_states else 1
         if self.get_seq_length() == 0:
             size = tokens.shape[1]
@@ -382,8 +382,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of K and V entries that `update` returns for a layer, and the position of the first of
-        them.
+        """Return the number of tokens whose K and V `update` returns for a layer, and the position of the first of
+        these tokens.
         """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))
@@ -481,7 +481,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._close_rows()
 
     def activate_past_recording(self) -> None:
-        """Do nothing: pages and checkpoints contain the past."""
+        """Do nothing, because pages and checkpoints already contain the past tokens."""
 
     @property
     def is_initialized(self) -> bool:
