@@ -234,8 +234,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """The next time at which this worker has something to do: the end of the step in progress or, if requests wait
-        to be scheduled, its present time. None without work.
+        """The next time at which this worker has work: the end of the step in progress. If no step is in progress,
+        but the worker has requests, it is the worker's present time. None without requests.
         """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
@@ -381,7 +381,7 @@ class _Worker:
 
     def _preempt_for(self, job: _Job) -> None:
         """Preempt the youngest running requests, one after another, until the pool has pages for the next token of
-        `job`. If it never has enough, `job` itself is preempted last.
+        `job`. If the pool still lacks pages, `job` itself is preempted last.
         """
         while self.running:
             youngest = self.running.pop()
@@ -407,7 +407,8 @@ class _Worker:
             job.sequence = None
 
     def _schedule(self, job: _Job, budget: int) -> int:
-        """Add the next prompt tokens of a job to the step. Returns their number, which is 0 if the pool lacks pages."""
+        """Add the next prompt tokens of a job to the step. Returns the number of added tokens, which is 0 if the pool
+        lacks pages."""
         tokens = min(budget, job.request.prompt_tokens - job.computed)
         end = job.computed + tokens
         whole = end if end == job.request.prompt_tokens else end // self.block_tokens * self.block_tokens
