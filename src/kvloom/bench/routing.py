@@ -160,7 +160,7 @@ def _start(stack: ExitStack, router: str, urls: list[str], smg: str | None, fold
 async def _sessions(
     session: Any, url: str, model: str, number: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run all sessions in a fixed order, `concurrency` of them at once."""
+    """Run all sessions in a fixed order, `args.concurrency` of them at once."""
     rng = np.random.default_rng(1000 + number)
     places = asyncio.Semaphore(args.concurrency)
     times: list[float] = []
