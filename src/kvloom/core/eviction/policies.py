@@ -156,7 +156,7 @@ class LearningPolicy(Policy, Protocol):
 
 
 class _Plain:
-    """Base class with hooks that do nothing."""
+    """Base class of policies that ignore insertions, hits and evictions."""
 
     def on_insert(self, entry: Entry, now: float) -> None:
         pass

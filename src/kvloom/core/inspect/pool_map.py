@@ -152,7 +152,7 @@ class PoolMap:
         yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
     def _pinned(self) -> list[Ids]:
-        """Return the pinned pages of each size class."""
+        """Return the page ids of all pinned pages, for each size class."""
         state = self._state
         found: list[list[Ids]] = [[] for _ in state.pool.classes]
         for pin in state.pins.pins():

@@ -99,8 +99,8 @@ class BlockPages:
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Remove one reference from every page in `rows`. Returns two numbers of bytes: those that are no longer in
-        use, and how many of these are now free."""
+        """Remove one reference from every page in `rows`. Returns two numbers: the bytes of pages that are no longer
+        in use, and the bytes of those pages that are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -123,13 +123,13 @@ class BlockPages:
                 self.owners[c][ids[ids > 0]] = owner
 
     def own(self, rows: Ids, owner: PageOwner) -> None:
-        """Set the owner of all cached pages in `rows`."""
+        """Record `owner` as the owner of all cached pages in `rows`."""
         for c, owners in self.owners.items():
             ids = rows[:, self._columns[c]].ravel()
             owners[ids[ids > 0]] = owner
 
     def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
-        """Set the owner of one cached page."""
+        """Record `owner` as the owner of one cached page of size class `cls`."""
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:

@@ -40,7 +40,7 @@ class PendingCopies:
         self._retained: list[tuple[BlockPages, Ids, Account]] = []
 
     def add(self, cls: int, source: Ids, target: Ids) -> None:
-        """Queue copies of pages of one size class."""
+        """Queue copies of pages of size class `cls`: page `source[i]` is copied to page `target[i]`."""
         if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
             self._close_batch()
         pending = self._pending[cls]

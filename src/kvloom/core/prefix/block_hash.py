@@ -94,7 +94,8 @@ def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -
 
 
 def media_hash(root: bytes, digest: bytes) -> bytes:
-    """Return the hash of an image's media run under a root. `digest` is the digest of the image's content."""
+    """Return the hash of the media run (the cached pages) of an image, for requests with the root hash `root`.
+    `digest` is the digest of the image's content."""
     return blake2b(root + digest, digest_size=HASH_BYTES, person=b"kvloom.media").digest()
 
 

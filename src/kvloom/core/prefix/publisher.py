@@ -145,7 +145,7 @@ class EventPublisher:
             self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
-        """Publish that a state snapshot was stored."""
+        """Publish that the state snapshot of a checkpoint was stored."""
         node, position = checkpoint.node, checkpoint.position
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
@@ -194,11 +194,11 @@ class EventPublisher:
             self.events.emit(BlockRemoved(tuple(reversed(hashes)), self.token_groups, MEDIUM, reason))
 
     def media_stored(self, root: bytes, digest: bytes) -> None:
-        """Publish that a media run was stored."""
+        """Publish that the media run of an image was stored."""
         self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, MEDIUM))
 
     def media_dropped(self, root: bytes, digest: bytes, reason: str) -> None:
-        """Publish that a media run was removed."""
+        """Publish that the media run of an image was removed."""
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
