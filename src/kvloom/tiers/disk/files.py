@@ -78,8 +78,8 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read, which is
-        smaller at the end of the file."""
+        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read. At the end
+        of the file, this is less than the size of the buffers."""
         done = 0
         for at in range(0, len(into), _MAX_PIECES):
             pieces = into[at : at + _MAX_PIECES]
@@ -103,7 +103,8 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes all pieces. Raises OSError if a write fails."""
+        """Writes all bytes of `pieces`, one piece after another, from `offset` on. Raises OSError if a write
+        fails."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]

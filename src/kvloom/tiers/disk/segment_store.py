@@ -83,7 +83,7 @@ class SegmentStore:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes of all segment files."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
 
     @property
@@ -271,7 +271,7 @@ class SegmentStore:
             self._remove(segment)
 
     def close(self) -> None:
-        """Seals and closes every file."""
+        """Seals all segments and closes their files."""
         with self.lock:
             self.index.clear()
         for segment in self._segments.values():

@@ -32,7 +32,7 @@ class Tombstones:
         self._files = files
 
     def add(self, dropped: DroppedRecords) -> None:
-        """Appends and syncs tombstones."""
+        """Appends one line per dropped object to the file, and syncs the file."""
         lines = []
         for key, number, offset in dropped:
             line = _LINE.pack(key, number, offset, 0)[:-8]

@@ -55,7 +55,7 @@ class Slots:
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
-        """Returns one slot for each of these arena offsets."""
+        """Allocates and returns one slot for each arena offset. The pages at these offsets have `size` bytes."""
         count = len(offsets)
         if not count:
             return []

@@ -180,7 +180,7 @@ class Channel:
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends whole runs. Returns their checksums."""
+        """Sends the layer runs in `data`. Returns the checksums of the runs."""
         return self._stream.send_checked(data, run_bytes)
 
 
