@@ -121,7 +121,7 @@ def places(rows: StateRows, tokens: int, chunk: int) -> int:
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many starts a program reads to find its row. The result is one of a few widths, so that few
+    """Return how many row starts a program reads to find its row. The result is one of a few numbers, so that few
     kernels are compiled.
     """
     return max(64, int(triton.next_power_of_2(rows.sequences)))
