@@ -554,8 +554,8 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """Return the batch of the given numbers, in the order of `_StepNumbers.parts`. Gathers block tables and slots
-        on the device."""
+        """Return the batch that `numbers` describe. `numbers` has the order of `_StepNumbers.parts`. The device
+        gathers block tables and slots."""
         rows = len(sizes)
         ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = numbers
         ids, positions = ids.long(), positions.long()

@@ -94,7 +94,7 @@ class Vision:
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.bidirectional and slides else None
         self.encoder_runs = 0
-        """Number of times the tower ran."""
+        """Number of times that the vision tower ran."""
         self._counts: dict[object, int] = {}
 
     @staticmethod
