@@ -81,7 +81,8 @@ STRONG_MATCH = 6
 match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
 """A step with drafts can sample at this many positions at least. If `max_running` requests with drafts have more
-positions, it can sample at all of them, up to `DRAFT_STEP_TOKENS`. It can always sample one token of each request.
+positions, the step can sample at all of these positions, up to `DRAFT_STEP_TOKENS`. The step can always sample one
+token of each request.
 """
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""

@@ -95,7 +95,7 @@ class PiecewiseGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes to capture."""
+        """The graph sizes to capture, as numbers of tokens."""
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:

@@ -68,7 +68,7 @@ class ColdStart:
         return self.hashes[len(self.pages) - 1] if len(self.pages) else None
 
     def release(self) -> None:
-        """End all leases."""
+        """Release all leases of pages in host memory."""
         _release([*self.leases, *self.visible])
 
 

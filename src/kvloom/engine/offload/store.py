@@ -103,13 +103,13 @@ class PageOffloader:
             self._units = UnitCopies(self.transfers.host, forms)
 
     def close(self) -> None:
-        """End the copies into units."""
+        """Wait for running copies of pages into units, and end them (see `copy_units`)."""
         if self._units is not None:
             self._units.close()
 
     @property
     def busy(self) -> bool:
-        """Whether copies are in progress."""
+        """Whether copies from the pool to host memory are in progress."""
         return bool(self._pending)
 
     def is_queued(self, hashes: Iterable[bytes]) -> bool:

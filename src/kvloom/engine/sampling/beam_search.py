@@ -155,7 +155,7 @@ class BeamSearch(Generic[S]):
 
     @property
     def endings(self) -> list[Finish]:
-        """The finish reasons of the slots."""
+        """The finish reason of each slot, in the order of the slots."""
         found: list[Finish] = [finished.why for finished in self._finished]
         return found + ["length"] * (len(self.slots) - len(found))
 

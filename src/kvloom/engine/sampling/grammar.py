@@ -644,7 +644,7 @@ class _Parent:
         self.close = weakref.finalize(self, _ended, self.control, process)
 
     def fork(self, key: int) -> socket.socket:
-        """Fork a child and return the socket to it."""
+        """Fork a child for the grammar `key`, and return the socket to the child."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):  # if the parent has ended, `read_exits` raises
             socket.send_fds(self.control, [COMMAND.pack(b"F", key)], [theirs.fileno()])
