@@ -308,7 +308,7 @@ def _fields(given: dict[str, Any]) -> MessagesFields:
 
 
 def _tools(given: Any) -> Any:
-    """Return the tools in the format of chats."""
+    """Return Anthropic's tools in the format of OpenAI's chat completions."""
     if not isinstance(given, list):
         return given
     tools = []

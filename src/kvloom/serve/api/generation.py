@@ -89,7 +89,7 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields, adapted to the model."""
+        """Return the fields of a request, adapted to the model."""
         return fields
 
     @abstractmethod
@@ -200,7 +200,7 @@ class GenerationEndpoint(ABC):
 
     @abstractmethod
     def response(self, request: CheckedRequest) -> ResponseBuilder:
-        """Return the builder of the response."""
+        """Return the object that builds the response to a request."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
         """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it sets no

@@ -41,7 +41,7 @@ class Dashboards:
         self._states: dict[ServedModel, DashboardState] = {}
 
     def of(self, served: ServedModel) -> DashboardState:
-        """Return the data of a model."""
+        """Return the `DashboardState` of a served model."""
         if served not in self._states:
             self._states[served] = DashboardState(self._context, served)
         return self._states[served]

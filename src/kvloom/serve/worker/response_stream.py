@@ -33,7 +33,7 @@ class ResponseStream:
         self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """Add a delta."""
+        """Add a delta of the engine. Unread deltas of the same answer are merged."""
         key = delta.id, delta.index
         before = self._pieces.get(key)
         self._pieces[key] = delta if before is None else _merged(before, delta)

@@ -111,7 +111,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work, or a message to send."""
+        """Whether `step` has work to do or a message to send."""
         return (
             self.engine.busy
             or bool(self._rejected)
@@ -218,7 +218,7 @@ class Worker:
         return progress
 
     def _take_snapshot(self) -> bytes | None:
-        """Return a snapshot if one is requested."""
+        """Return a snapshot of the cache as JSON if a SnapshotRequest is open. Otherwise return None."""
         if not self._snapshot_requested:
             return None
         self._snapshot_requested = False
@@ -255,7 +255,8 @@ class Worker:
         return bool(self._compiling) or bool(self._images)
 
     def _prepare_images(self, message: Add) -> None:
-        """Queue a request after its images are decoded. Another thread decodes them, and steps do not wait."""
+        """Queue a request after its images are decoded. Another thread decodes the images, and steps do not wait for
+        them."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -275,7 +276,8 @@ class Worker:
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Queue a request after its grammar is compiled. Other processes compile it, and steps do not wait."""
+        """Queue a request after its grammar is compiled. Other processes compile the grammar, and steps do not wait
+        for it."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
