@@ -46,8 +46,8 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Number of characters that the present worker has sent, by choice and text. After a failover it first repeats
-        known text.
+        """Number of characters that the present worker has sent, by choice and text. After a failover, the new worker
+        first repeats text that the client has.
         """
         self._is_continued = False
         self._finished: set[int] = set()
