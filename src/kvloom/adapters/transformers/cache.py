@@ -253,7 +253,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return args, kwargs
 
     def _after_forward(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
-        """Record the tokens of a forward."""
+        """Record the tokens that a forward with this cache has computed."""
         step = self._step
         if kwargs.get(self._argument) is not self or step is None:
             return
@@ -469,15 +469,15 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._states_are_stale = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row (open sequence) `repeats` times. Copies share their pages."""
         self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep the rows (open sequences) with the indices `indices`, and close the others."""
         self.reorder_cache(torch.arange(len(self._sequences))[indices.cpu()])
 
     def reset(self) -> None:
-        """Close the open rows. Cached pages stay cached."""
+        """Close the open sequences. Their published pages stay cached."""
         self._close_rows()
 
     def activate_past_recording(self) -> None:

@@ -104,7 +104,7 @@ def read_layers(model: Any) -> ModelLayers:
 
 @torch.no_grad()
 def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.Tensor:
-    """Return the logits of `tokens`."""
+    """Run the model on `tokens` from position `start` on, with `cache`. Return the logits of all tokens."""
     logits: torch.Tensor = model(**forward_arguments(model, tokens, cache, start, all_logits=True)).logits
     return logits.float()
 

@@ -130,7 +130,7 @@ class PageStore:
             self.offload.poll()
 
     def close(self) -> None:
-        """Store queued pages in the tiers and close them."""
+        """Store queued pages in the tiers, and close the tiers."""
         if self.offload is not None:
             self.apply_copies()
             self.offload.close()

@@ -58,11 +58,11 @@ class Settings:
         return found
 
     def of_rank(self, rank: int) -> list[str]:
-        """Return the URLs of one worker's tiers."""
+        """Return the URLs of the tiers of the worker with this rank."""
         return [url.replace("{rank}", str(rank)) for url in self.tiers]
 
     def host(self, rank: int = 0) -> HostURL:
-        """Return the configured host tier, or one of STAGING_BYTES."""
+        """Return the URL of the configured host tier. If none is configured, return one with STAGING_BYTES bytes."""
         for url in self.of_rank(rank):
             if scheme_of(url) == "host":
                 return HostURL.parse(split_write_policy(url)[0])

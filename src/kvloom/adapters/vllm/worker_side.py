@@ -114,7 +114,7 @@ class WorkerSide:
         self._compute.begin()
 
     def end_step(self, step: Step) -> None:
-        """Store the blocks of a step, after the model has computed it."""
+        """Store the blocks that a step lists, after the model has computed the step."""
         self._compute.end(step.tokens)
         for store in step.stores:
             self._store(store)
