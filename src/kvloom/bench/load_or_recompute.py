@@ -42,8 +42,8 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""The scenarios: what has happened before the measured prompt. It determines which measurements the engine has when the
-prompt arrives.
+"""The scenarios. A scenario states what happened before the measured prompt, and therefore which measurements the
+engine has when the prompt arrives.
 """
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
