@@ -282,8 +282,7 @@ def show(row: Row, as_json: bool) -> None:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Print one row per case, or JSON lines."""
+def _parser() -> Parser:
     parser = Parser("kvloom bench speculation", description=__doc__.partition("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default="kvloom-llama", metavar="MODEL", help="the target (default: kvloom-llama)")
@@ -334,7 +333,12 @@ def main(argv: list[str]) -> int:
         help="with --shape: memory of each engine's pool (default: 4GiB)",
     )
     add("--json", action="store_true", help="print JSON lines")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print one row per case, or JSON lines."""
+    args = _parser().parse_args(argv)
     if args.shape:
         measure_shape(args)
         return 0

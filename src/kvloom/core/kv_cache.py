@@ -159,6 +159,10 @@ class KVCache:
         limit = max(0, length - 1) if leave_last else length
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
+    def has_media(self, match: Match, item: Media) -> bool:
+        """Return whether the pool has the pages of an image, for prompts with the root hash of `match`."""
+        return match.root_hash + item.digest in self.state.media_cache
+
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """Return the reason why the hit is not longer. With `across_tenants`, other tenants' prefixes are searched,
         too. Show that result only to operators, because it reveals prompts of other tenants. Does not modify the

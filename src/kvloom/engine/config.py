@@ -17,7 +17,7 @@ from kvloom.combinations import refused
 from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
-from kvloom.tiers import OpenTier
+from kvloom.tiers import OpenTier, parse_tier, scheme_of
 from kvloom.tiers.transfers import TransferConfig
 
 from .sampling import GrammarLimits
@@ -26,7 +26,7 @@ __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
-Role = Literal["both", "prefill", "decode"]
+Role = Literal["both", "prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,12 @@ class EngineConfig:
     slo_tbt: float | None = None
     """Default objective for the time between tokens, in milliseconds. None means no objective."""
     role: Role = "both"
-    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps."""
+    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps.
+    "encode" only encodes images for other workers, and is a role of `kvloom serve`."""
+    encoders: Sequence[str] = ()
+    """Encode workers that encode the images of this engine: `peer://HOST:PORT?secret=FILE`."""
+    encode_seconds: float = 10.0
+    """Longest time to wait for the embeddings of an image, in seconds. Afterwards the image is encoded here."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
@@ -159,6 +164,12 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
+        for url in self.encoders:
+            if scheme_of(url) != "peer":
+                raise ValueError(f"encoder {url!r} is not a peer: write peer://HOST:PORT?secret=FILE")
+            parse_tier(url)
+        if self.encode_seconds <= 0:
+            raise ValueError(f"encode_seconds {self.encode_seconds} must be positive")
         self._check_proposers()
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")

@@ -23,10 +23,12 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.paged import DRAFT_STEP_TOKENS, ImageInputs
+from kvloom.models.loading import vision_fingerprint
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
+from .encoding import RemoteEncoders
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
@@ -113,6 +115,8 @@ class Engine:
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
+        # Before the weights are fused.
+        image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
         memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
@@ -149,6 +153,12 @@ class Engine:
             if memory.batch_invariant:
                 self.offload.cold = None
                 self.offload.cold_refusal = refused("batch_invariant, cold pages")
+        self.encoders: RemoteEncoders | None = None
+        """Encode workers. None if images are encoded here."""
+        if config.encoders and self.vision is not None:
+            self.encoders = RemoteEncoders(
+                config.encoders, image_part, self.vision.embedding_shape, config.encode_seconds
+            )
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
@@ -277,11 +287,7 @@ class Engine:
             params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
         ):
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
-        control = control or CacheControl()
-        if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
-            control = replace(
-                control, lossy=False
-            )  # no tier re-encodes pages, so all requests can share pages
+        control = self._with_known_lossy(control or CacheControl())
         image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -320,6 +326,39 @@ class Engine:
             self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
+
+    def images_to_request(
+        self, prompt: Many[int], images: Many[Image], control: CacheControl, awaits_peer: str | None = None
+    ) -> list[int]:
+        """Return the indexes of the images whose embeddings the prompt needs and this engine lacks. Does not modify
+        the cache and encodes nothing. Raises ValueError if prompt and images do not match.
+
+        An image is not needed if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
+        The images of a request that may not read or store, and those of a prompt that another worker computes, are
+        not requested. If the token count of an image is not known yet, all images are needed.
+        """
+        if self.vision is None or not (control.read and control.store):
+            return []
+        control = self._with_known_lossy(control)
+        needed = list(range(len(images)))
+        if all(map(self.vision.has_count, images)):
+            if awaits_peer is not None:
+                return []
+            media = self.vision.read_prompt(prompt, images, control.tenant).media
+            match = self.cache.match(prompt, control, media)
+            needed = [
+                i
+                for i, item in enumerate(media)
+                if item.stop > match.resume and not self.cache.has_media(match, item)
+            ]
+        store = self.vision.store
+        return [i for i in needed if store is None or not store.has(images[i])]
+
+    def _with_known_lossy(self, control: CacheControl) -> CacheControl:
+        """Return `control`, not lossy if no tier re-encodes pages. All requests can then share pages."""
+        if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
+            return replace(control, lossy=False)
+        return control
 
     def _prepare_samples(self, request: Request, grammar: Grammar | None, text: bool) -> None:
         """Set the grammar state and the text stream of each sample of a request. If the request needs a grammar and
@@ -399,10 +438,13 @@ class Engine:
         return self.cache.end_session(session)
 
     def set_role(self, role: Role) -> None:
-        """Change the role. "prefill" offers the pages of every later request to other workers. "decode" limits
-        prompt tokens per step, so that a prompt does not delay decoding requests. Raises ValueError for "prefill"
-        without shared host memory.
+        """Change the role to "both", "prefill" or "decode".
+
+        "prefill" offers the pages of every later request to other workers. "decode" limits prompt tokens per step, so
+        that a prompt does not delay decoding requests. Raises ValueError for "prefill" without shared host memory.
         """
+        if role == "encode":
+            raise ValueError("role encode is a role of `kvloom serve`: an engine cannot have it")
         if role == "prefill" and self.peer_address is None:
             raise ValueError(
                 "role prefill needs host memory that decode workers can read: add the tier host:SIZE?share=HOST:PORT"
@@ -511,6 +553,9 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        if self.encoders is not None:
+            self.encoders.close()
+            self.encoders = None
         if self.offload is not None:
             with suppress(RuntimeError):
                 self._make_copies()

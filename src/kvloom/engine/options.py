@@ -34,8 +34,14 @@ TIER = (
 EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 ROLE = (
     "prefill: offer the pages of every prompt to other workers; decode: pull pages that prefill workers compute; "
+    "encode: only encode images for other workers (needs --tier host:SIZE?share=PORT); "
     "both: each request selects it (default: both; docs/disaggregation.md)"
 )
+ENCODER = (
+    "encode worker that encodes the images of requests: peer://HOST:PORT?secret=FILE, the address that it shares; "
+    "repeatable (default: images are encoded here; docs/disaggregation.md)"
+)
+ENCODE = "seconds to wait for an encode worker, after which the image is encoded here (default: 10)"
 HAND_OVER = (
     "seconds without a new page from a prefill worker, after which the rest is computed here (default: 10)"
 )
@@ -94,8 +100,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
-    add("--role", choices=("both", "prefill", "decode"), default="both", help=ROLE)
+    add("--role", choices=("both", "prefill", "decode", "encode"), default="both", help=ROLE)
     add("--hand-over-seconds", type=number(0, above=True), default=10.0, metavar="S", help=HAND_OVER)
+    add("--encoder", action="append", default=[], dest="encoders", metavar="PEER", help=ENCODER)
+    add("--encode-seconds", type=number(0, above=True), default=10.0, metavar="S", help=ENCODE)
     add("--kv-events", metavar="ADDRESS", help=EVENTS)
     add(
         "--kv-events-replay",

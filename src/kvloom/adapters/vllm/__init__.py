@@ -6,7 +6,6 @@
     request_hashes.py    block hashes of a request, salted with model, adapter and cache salt
     block_groups.py      BlockGroup: block size, window and form of a KV cache group
     layer_pages.py       copies between vLLM's layer tensors and host memory
-    tier_pages.py        TierPages: lookup, load and store of pages in the configured tiers
     tier_events.py       TierEvents: block events of tiers in vLLM's format
     messages.py          what scheduler and worker send each other in every step
     scheduler_side.py    which pages a request loads and stores
@@ -16,7 +15,7 @@
 
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvloomConnector", "kv_connector_module_path":
 "kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads
-this module. See docs/vllm.md.
+this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
 
 The life of a hit. The scheduler and the workers are separate processes. Only workers open tiers.
 
@@ -27,9 +26,9 @@ The life of a hit. The scheduler and the workers are separate processes. Only wo
     the request computes the rest     <──finished_recving──
 """
 
-from .version import check_version
+from .version import VERSION
 
-check_version()
+VERSION.check()
 
 from .connector import KvloomConnector  # noqa: E402  after the check of the version
 from .secondary_tier import KvloomTier  # noqa: E402

@@ -31,14 +31,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvloom.adapters.common import TierPages, weights_digest
 from kvloom.core import HASH_BYTES, root_hash
 from kvloom.tiers import Form, Objects, Outcome
 from kvloom.tiers.host import copy_pages
 from kvloom.tiers.transfers import FetchJob, TierLookup
 
-from .identity import weights_digest
 from .settings import Settings
-from .tier_pages import TierPages
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -91,7 +90,7 @@ class KvloomTier(SecondaryTierManager):
         self._root, self._form = _root(config), _form(config, self.block_size_bytes)
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self._seconds = settings.load_seconds
-        self._tiers = TierPages(settings, self.block_size_bytes)
+        self._tiers = TierPages(settings.tiers, self.block_size_bytes)
         self._found: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None while it is looked up
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lookups: list[tuple[TierLookup, list[list[tuple[str, OffloadKey]]]]] = []

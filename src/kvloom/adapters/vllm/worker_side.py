@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.adapters.common import TierPages
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers import FetchJob, TierLookup
 
@@ -25,7 +26,6 @@ from .compute_time import ComputeTime
 from .layer_pages import LayerPages
 from .messages import Answer, Change, Load, Lookup, Step, Store
 from .settings import Settings
-from .tier_pages import TierPages
 
 __all__ = ["WorkerSide", "WorkerStats"]
 

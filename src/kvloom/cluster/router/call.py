@@ -48,6 +48,8 @@ class Call:
     waited: float = 0.0
     """Seconds that the call has waited because no worker could take it."""
     lossy: bool = False
+    encoders: list[tuple[str, int]] = field(default_factory=list)
+    """Encode workers named for the images of the call, and the number of images, until the first token."""
 
     @property
     def is_stream(self) -> bool:

@@ -60,11 +60,13 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     role: str = "both"
-    """Role of the worker: "prefill", "decode" or "both"."""
+    """Role of the worker: "prefill", "decode", "encode" or "both"."""
     peer: str | None = None
     """Address (`host:port`) at which other workers read the pages of this worker."""
     reads: tuple[str, ...] = ()
     """Addresses of the peers from which this worker reads pages."""
+    encoders: tuple[str, ...] = ()
+    """Addresses of the encode workers that this worker may ask."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
@@ -83,7 +85,8 @@ class Sent:
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """Number of prompts that this prefill worker computed for each decode worker, by decode worker."""
+    """Number of prompts that this prefill worker computed, or of requests whose images this encode worker was named
+    for, by the worker that answers."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
 
@@ -99,6 +102,8 @@ class Worker:
     is_alive: bool = False
     is_kvloom: bool = False
     models: dict[str, Offer] = field(default_factory=dict)
+    encodes: dict[str, Offer] = field(default_factory=dict)
+    """Models whose images this worker encodes. An encode worker answers no requests, so its `models` are empty."""
     given: dict[str, Offer] = field(default_factory=dict)
     """Models and event addresses that were stated when the worker was registered."""
     failed_checks: int = 0
@@ -113,6 +118,11 @@ class Worker:
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the worker is alive and answers requests. Encode workers do not."""
+        return self.is_alive and bool(self.models)
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +233,11 @@ class Fleet:
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
+    def encode_workers(self, model: str, addresses: tuple[str, ...]) -> list[str]:
+        """Return the names of living encode workers of a model that share embeddings at one of `addresses`."""
+        alive = [w for w in self.workers.values() if w.is_alive and model in w.encodes]
+        return [w.name for w in alive if w.encodes[model].peer in addresses]
+
     # -- health -------------------------------------------------------------------------------------
 
     async def _keep_checking(self, worker: Worker) -> None:
@@ -243,6 +258,8 @@ class Fleet:
                 self._died(worker, f"{type(error).__name__}: {error}")
             return
         worker.failed_checks = 0
+        worker.encodes = {model: offer for model, offer in offers.items() if offer.role == "encode"}
+        is_reached, offers = bool(offers), {m: o for m, o in offers.items() if m not in worker.encodes}
         for model in [model for model in worker.models if model not in offers]:
             await self._withdraw(worker, model)
         for model, offer in offers.items():
@@ -255,9 +272,10 @@ class Fleet:
                 # The role may change while serving.
                 known.role, known.peer, known.load = offer.role, offer.peer, offer.load
                 known.step_times, known.objective = offer.step_times, offer.objective
-        if not worker.is_alive and offers:
+                known.encoders = offer.encoders
+        if not worker.is_alive and is_reached:
             worker.is_alive = True
-            log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
+            log.info("worker %s is alive: %s", worker.name, ", ".join(offers or worker.encodes))
 
     async def _ask(self, worker: Worker) -> dict[str, Offer]:
         """Return the models that a worker serves. Raises if the worker is not healthy."""
@@ -378,6 +396,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found.get("role", "both"),
         found.get("peer"),
         tuple(found.get("reads") or ()),
+        tuple(found.get("encoders") or ()),
         found.get("load") or {},
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),

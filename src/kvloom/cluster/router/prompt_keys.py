@@ -117,7 +117,7 @@ class PromptReader:
         able = [
             w
             for w in self._fleet.workers.values()
-            if w.is_alive and w.url and (model is None or model in w.models)
+            if w.answers and w.url and (model is None or model in w.models)
         ]
         if not able:
             return None

@@ -54,6 +54,12 @@ class ImageStore:
         self._form = Form(str(dtype), "TD", size, size, layout=f"image embeddings of {hidden}")
         self._is_usable = size <= transfers.host.slab_bytes
 
+    def has(self, image: Image) -> bool:
+        """Return whether host memory has the embeddings of an image. Asks no other tier."""
+        if not self._is_usable or self._config().load == "never":
+            return False
+        return bool(self._transfers.host.lookup(self._objects(image, 0, 1)).all())
+
     def load(self, image: Image) -> torch.Tensor | None:
         """Return the embeddings of an image in host memory, or None if they are not found in time."""
         if not image.read or self._config().load == "never" or not self._is_usable:

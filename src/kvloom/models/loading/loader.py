@@ -25,7 +25,15 @@ from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
 
-__all__ = ["LoadFormat", "choose_device", "load", "progress_bars", "refusal", "transformers_config"]
+__all__ = [
+    "LoadFormat",
+    "choose_device",
+    "load",
+    "load_vision",
+    "progress_bars",
+    "refusal",
+    "transformers_config",
+]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -65,6 +73,45 @@ def load(
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
     checks run before any weight is read.
     """
+    where, config, kind = _checked_config(model, dtype, device, load_format)
+    with progress_bars(progress):
+        if load_format == "random":
+            loaded = _random(config, kind, where, seed)
+        else:
+            loaded = _weights(model, config, kind, where)
+    prepare(loaded)
+    return loaded.eval().requires_grad_(False), _tokenizer(model)
+
+
+def load_vision(
+    model: str,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    load_format: LoadFormat = "auto",
+    progress: bool = False,
+) -> Any:
+    """Return a model on `device` that can only encode images: the layers of its text part are not loaded. The
+    arguments are those of `load`. Raises ModelError if the model takes no images.
+    """
+    where, config, kind = _checked_config(model, dtype, device, load_format)
+    if config.model_type not in VISION_FAMILIES:
+        raise ModelError(
+            f"{model}: model type {config.model_type!r} takes no images; the families that do: "
+            f"{', '.join(sorted(VISION_FAMILIES))}"
+        )
+    with progress_bars(progress):
+        if load_format == "random":  # random numbers are drawn for all weights in order
+            loaded = _random(config, kind, where, seed=0)
+        else:
+            loaded = _weights(model, _without_text_layers(config), kind, where)
+    _drop_text(loaded)
+    return loaded.eval().requires_grad_(False)
+
+
+def _checked_config(
+    model: str, dtype: torch.dtype | str, device: torch.device | str | None, load_format: LoadFormat
+) -> tuple[torch.device, Any, torch.dtype]:
+    """Return device, config and dtype of a model. Raises ModelError if a file is missing or the model cannot run."""
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
     where = choose_device(device)
@@ -75,14 +122,31 @@ def load(
     if reason is not None:
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
-    kind = _dtype(own if dtype == "auto" else dtype)
-    with progress_bars(progress):
-        if load_format == "random":
-            loaded = _random(config, kind, where, seed)
-        else:
-            loaded = _weights(model, config, kind, where)
-    prepare(loaded)
-    return loaded.eval().requires_grad_(False), _tokenizer(model)
+    return where, config, _dtype(own if dtype == "auto" else dtype)
+
+
+def _without_text_layers(config: Any) -> Any:
+    """Return a copy of a config whose text part has no layers. Loading then skips their weights."""
+    reduced = copy.deepcopy(config)
+    text = reduced.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return reduced
+
+
+def _drop_text(model: Any) -> None:
+    """Delete the weights that only text needs. The input embeddings keep one row, which states dtype and width."""
+    text = model.base_model.language_model
+    for name, module in text.named_modules():
+        if isinstance(module, nn.ModuleList) and name.endswith("layers"):
+            del module[:]
+    weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(
+        nn.Embedding(1, weight.shape[1], device=weight.device, dtype=weight.dtype).requires_grad_(False)
+    )
+    if hasattr(model, "lm_head"):
+        del model.lm_head
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:

@@ -21,13 +21,15 @@ EMBEDDINGS = "vision.embeddings"
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """The model inputs of one image, and the digest of its content. `read` states whether its embeddings may be loaded
-    from tiers, and `store` whether they may be stored there. `tenant` owns the embeddings."""
+    from tiers, and `store` whether they may be stored there. `tenant` owns the embeddings. `embeddings` ([tokens,
+    hidden]) are set if an encode worker computed them."""
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
     tenant: str = ""
     read: bool = True
     store: bool = True
+    embeddings: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

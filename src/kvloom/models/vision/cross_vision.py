@@ -74,7 +74,7 @@ class CrossVision(Vision):
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
+        known = self._read_images(images, tenant, read, store)
         places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
         if len(places) != len(known):
             raise ValueError(
@@ -155,6 +155,9 @@ class CrossVision(Vision):
     def _count(self, image: Image) -> int:
         tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
         return tiles * int(self._base.vision_model.num_patches)
+
+    def has_count(self, image: Image) -> bool:
+        return True
 
     def _image(self, given: Any, tenant: str = "") -> Image:
         """Check an image and return it as an `Image`. The image is checked here, because a later error in the vision

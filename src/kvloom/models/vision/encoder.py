@@ -58,6 +58,8 @@ class EmbeddingStore(Protocol):
     """The interface of a store for image embeddings outside the pool. `load` returns None if the store does not have
     the image."""
 
+    def has(self, image: Image) -> bool: ...
+
     def load(self, image: Image) -> torch.Tensor | None: ...
 
     def save(self, image: Image, made: torch.Tensor) -> None: ...
@@ -132,14 +134,14 @@ class Vision:
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, or the output
-        of the model's processor. Raises ValueError if prompt and images do not match.
+        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, the output
+        of the model's processor, or a result of `read_image`. Raises ValueError if prompt and images do not match.
 
         The first image of each shape is encoded here, because only the tower determines its token count. Embeddings
         are stored per `tenant`, so that no tenant can find out whether another tenant used an image. `read` and
         `store` state whether tiers are used.
         """
-        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
+        known = self._read_images(images, tenant, read, store)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
         places = np.flatnonzero(ids == self.token)
@@ -157,6 +159,27 @@ class Vision:
             self._check_runs(media, bounds)
         axes, shift = self._rope_index(ids[: media[-1].stop], known) if self.uses_mrope else (None, 0)
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
+
+    def read_image(self, given: Any, tenant: str = "", read: bool = True, store: bool = True) -> Image:
+        """Return an image with the digest of its content. Uses no state of the engine, so any thread may call this
+        method. Raises ValueError if the model cannot take the image.
+        """
+        if isinstance(given, Image):
+            return given
+        return replace(self._image(given, tenant), read=read, store=store)
+
+    def _read_images(self, images: Many[Any], tenant: str, read: bool, store: bool) -> tuple[Image, ...]:
+        """Return the images of a prompt. Embeddings of another length than this model's are dropped."""
+        known = []
+        for image in (self.read_image(given, tenant, read, store) for given in images):
+            made = image.embeddings
+            is_wrong = made is not None and len(made) != self._count(image)
+            known.append(replace(image, embeddings=None) if is_wrong else image)
+        return tuple(known)
+
+    def has_count(self, image: Image) -> bool:
+        """Return whether the token count of an image follows from its shape, without running the tower."""
+        return self._shape_key(image) in self._counts
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
         """Return `batch` with the embeddings, positions and image ids (`spans`) of the images in `works`. If there are
@@ -193,8 +216,10 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def find_embeddings(self, image: Image) -> torch.Tensor:
-        """Return the embeddings of an image ([tokens, hidden]). Loads them from a tier if possible. Otherwise runs the
-        vision tower and stores the result."""
+        """Return the embeddings of an image ([tokens, hidden]): those of an encode worker, else those of a tier. If
+        there are none, runs the vision tower and stores the result."""
+        if image.embeddings is not None:
+            return image.embeddings.to(self._device)
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
@@ -296,10 +321,7 @@ class Vision:
     def _count(self, image: Image) -> int:
         """Return the token count of an image. The count depends only on the shapes and grids of the inputs, so it is
         computed once for each combination."""
-        key = tuple(
-            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
-            for name, part in image.inputs.items()
-        )
+        key = self._shape_key(image)
         if key not in self._counts:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
@@ -316,6 +338,13 @@ class Vision:
                 raise ValueError(f"an image of {shapes} has no tokens: use a larger image")
             self._counts[key] = count
         return self._counts[key]
+
+    @staticmethod
+    def _shape_key(image: Image) -> tuple[object, ...]:
+        return tuple(
+            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
+            for name, part in image.inputs.items()
+        )
 
     def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
         """Return the digest of an image in its prompt. If its token range also contains separator tokens, they are

@@ -250,6 +250,7 @@ class GenerationEndpoint(ABC):
                 transfer.awaited_peer,
                 None if fields.slo is None else fields.slo.objective(),
                 started,
+                transfer.encoder,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

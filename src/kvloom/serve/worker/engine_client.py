@@ -170,6 +170,12 @@ class EngineClient:
 
     def set_role(self, role: Role) -> None:
         """Change the role. Raises ApiError for a role that this worker cannot have."""
+        if "encode" in (role, self.role) and role != self.role:
+            raise bad_request(
+                f"the role cannot change from {self.role} to {role}: an encode worker loads only the image part of "
+                "its model; start another worker",
+                "role",
+            )
         if role == "prefill" and self.require_ready().peer_address is None:
             raise bad_request(
                 "role prefill needs host memory that decode workers can read: start the server with "
@@ -183,6 +189,8 @@ class EngineClient:
         """Return a snapshot of the cache as JSON. Raises ApiError without an engine, and TimeoutError after
         `seconds`."""
         self.require_ready()
+        if self.role == "encode":
+            raise bad_request("an encode worker has no page pool: its counters are at /metrics")
         answer = asyncio.get_running_loop().create_future()
         self._snapshot_waiters.append(answer)
         self._send(SnapshotRequest())

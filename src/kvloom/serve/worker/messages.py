@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.core import Objective
-from kvloom.engine import SamplingParams
+from kvloom.engine import Role, SamplingParams
 
 __all__ = [
     "HEADER_BYTES",
@@ -159,6 +159,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """The objectives of the request. For missing values, the objectives of its tenant or of the server apply."""
     arrived: float | None = None
     """When the request arrived, on the monotonic clock."""
+    encoder: str | None = None
+    """Address (host:port) of the encode worker that a router chose for the images."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +203,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 class SetRole(msgspec.Struct, frozen=True, tag=True):
     """A message from the server that changes the role of the worker."""
 
-    role: Literal["both", "prefill", "decode"]
+    role: Role
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -327,7 +329,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `proposed_tokens`, `accepted_tokens` | numbers of proposed and of accepted draft tokens, by position in the draft           |
     | `speculation`                        | the last decision about each proposer, and its reason                                |
     | `offload`                            | counters of the offload manager                                                      |
-    | `role`                               | role of the worker: both, prefill or decode                                          |
+    | `role`                               | role of the worker: both, prefill, decode or encode                                  |
+    | `encoding`                           | counters of `EncodingStats`, or of `EncoderStats` in an encode worker                |
     | `tier_faults`                        | failed operations of tiers, as (tier, operation, outcome, count)                     |
     | `slo`                                | number of requests with an objective, by verdict: admit, defer, refuse               |
     | `slo_ttft_ratio`, `slo_tbt_ratio`    | actual divided by predicted time, of admitted requests                               |
@@ -368,6 +371,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     speculation: dict[str, str] = {}
     offload: dict[str, int] = {}
     role: str = "both"
+    encoding: dict[str, float] = {}
     tier_faults: list[tuple[str, str, str, int]] = []
     slo: dict[str, int] = {}
     slo_ttft_ratio: HistogramCounts = ([], 0.0)

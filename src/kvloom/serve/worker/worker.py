@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
+import torch
 
 from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
+from kvloom.models.paged import Image
 
 from .cache_snapshot import CacheSnapshot
 from .image_prompts import ImagePrompts, ImagesBusyError
@@ -70,6 +73,13 @@ class _TenantQuota:
     waiting: deque[tuple[Add, int]] = field(default_factory=deque)
 
 
+class _AwaitedImages(NamedTuple):
+    """A request that waits for encode workers, and the embeddings by the index of their image."""
+
+    message: Add
+    requested: dict[int, Future[torch.Tensor | None]]
+
+
 class Worker:
     """Runs the requests of one engine. One thread calls it. Without `observe`, it sends neither stats nor progress.
     Without `images`, it refuses requests with images.
@@ -95,7 +105,8 @@ class Worker:
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._images = images
         self._pins = RequestPins(engine)
-        self._image_inputs: dict[int, list[Any]] = {}  # until the request is added
+        self._image_inputs: dict[int, list[Image]] = {}  # until the request is added
+        self._awaiting_embeddings: dict[int, _AwaitedImages] = {}
         self._steps = 0
         self._rejected: list[Rejected] = []
         self._preemptions = self._finished_tokens = 0
@@ -135,6 +146,7 @@ class Worker:
         because stores to tiers may finish after the last token.
         """
         self._enqueue_with_images()
+        self._enqueue_encoded()
         self._enqueue_compiled()
         self.engine.adjust_pool()
         offload = self.engine.offload
@@ -175,6 +187,7 @@ class Worker:
         """Run one engine step. Return its results, or None if there are none."""
         progress: list[RequestProgress] = []
         self._enqueue_with_images()
+        self._enqueue_encoded()
         self._enqueue_compiled()
         if self.engine.busy:
             stepped = self.engine.step()
@@ -201,6 +214,10 @@ class Worker:
             deltas or rejected or progress or any(part is not None for part in (stats, snapshot, pool))
         )
         return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
+
+    def close(self, seconds: float) -> None:
+        """Cancel all requests and close the engine. Takes at most `seconds`."""
+        self.engine.close(seconds)
 
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
         """Return the progress of prompts that started in this step or got their first token."""
@@ -251,8 +268,8 @@ class Worker:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether requests wait for their images or grammars."""
-        return bool(self._compiling) or bool(self._images)
+        """Whether requests wait for their images, embeddings or grammars."""
+        return bool(self._compiling) or bool(self._images) or bool(self._awaiting_embeddings)
 
     def _prepare_images(self, message: Add) -> None:
         """Queue a request after its images are decoded. Another thread decodes the images, and steps do not wait for
@@ -273,6 +290,32 @@ class Worker:
                 self._reject(message.id, images)
             else:
                 self._image_inputs[message.id] = images
+                self._request_embeddings(message, images)
+
+    def _request_embeddings(self, message: Add, images: list[Image]) -> None:
+        """Queue a request after encode workers have answered for its images. Images in the cache are not requested."""
+        encoders = self.engine.encoders
+        if encoders is None:
+            self._compile_grammar(message)
+            return
+        try:
+            needed = self.engine.images_to_request(
+                message.prompt, images, _control(message), message.awaits_peer
+            )
+        except ValueError as error:
+            self._reject(message.id, error)
+            return
+        requested = {place: encoders.request(images[place], message.encoder) for place in needed}
+        self._awaiting_embeddings[message.id] = _AwaitedImages(message, requested)
+
+    def _enqueue_encoded(self) -> None:
+        for id_, (message, requested) in list(self._awaiting_embeddings.items()):
+            if all(one.done() for one in requested.values()):
+                del self._awaiting_embeddings[id_]
+                self._stats_changed = True
+                images = self._image_inputs[id_]
+                for place, one in requested.items():
+                    images[place] = replace(images[place], embeddings=one.result())
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
@@ -356,16 +399,7 @@ class Worker:
         retain = [RetainRange(one.start, one.stop, one.priority, one.ttl) for one in message.retain]
         if message.ttl is not None:
             retain.append(RetainRange(ttl=message.ttl))
-        session = None if message.session is None else _session_key(message.tenant, message.session)
-        control = CacheControl(
-            tenant=message.tenant,
-            salt=message.salt,
-            store=message.store,
-            read=message.read,
-            session=session,
-            retain=tuple(retain),
-            lossy=message.lossy,
-        )
+        control = replace(_control(message), retain=tuple(retain))
         try:
             request = self.engine.add(
                 message.prompt,
@@ -403,6 +437,7 @@ class Worker:
         self._compiling.pop(id_, None)
         self._compiled.pop(id_, None)
         self._image_inputs.pop(id_, None)
+        self._awaiting_embeddings.pop(id_, None)
         if self._images is not None:
             self._images.cancel(id_)
         for quota in self._quotas.values():
@@ -562,6 +597,19 @@ def _prompt_tokens(request: Request) -> int | None:
     other requests.
     """
     return None if request.images is None else len(request.prompt)
+
+
+def _control(message: Add) -> CacheControl:
+    """Return how a request uses the cache, without the priorities of its tokens."""
+    session = None if message.session is None else _session_key(message.tenant, message.session)
+    return CacheControl(
+        tenant=message.tenant,
+        salt=message.salt,
+        store=message.store,
+        read=message.read,
+        session=session,
+        lossy=message.lossy,
+    )
 
 
 def _session_key(tenant: str, session: str) -> str:
