@@ -28,6 +28,7 @@ import numpy as np
 
 from kvloom.arguments import number, size, whole
 from kvloom.core import HASH_BYTES, HASH_TOKENS, hash_chain, token_bytes
+from kvloom.models.specs import folder_of
 from kvloom.replay import Request, Traffic, number_blocks, replay
 
 from .agent_sessions import AgentLoad, Session, Turn, shared_tokens
@@ -173,7 +174,7 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     router = routers[(round_ + at) % len(routers)]
                     sessions = load.draw(args.seed + round_, f"run {round_ * len(routers) + at}:")
                     with ExitStack() as running:
-                        url = _start(running, router, urls, args.smg, folder)
+                        url = _start(running, router, urls, args.smg, folder_of(args.model), folder)
                         await ready(session, f"{url}/health", 60)
                         await asyncio.sleep(2)
                         client = _Client(session, url, offer["id"])
@@ -206,7 +207,9 @@ async def _hand_overs(session: Any, url: str, router: str) -> int:
     return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))
 
 
-def _start(stack: ExitStack, router: str, urls: list[str], smg: str | None, folder: Path) -> str:
+def _start(
+    stack: ExitStack, router: str, urls: list[str], smg: str | None, tokenizer: str, folder: Path
+) -> str:
     port = free_port()
     if router == "smg":
         assert smg is not None
@@ -226,6 +229,8 @@ def _start(stack: ExitStack, router: str, urls: list[str], smg: str | None, fold
     else:
         flags = [word for url in urls for word in ("--worker", url)]
         command = [sys.executable, "-m", "kvloom.cli", "route", "--port", str(port), "--route", router]
+        if (Path(tokenizer) / "tokenizer.json").is_file():
+            command += ["--tokenizer", tokenizer]
         stack.enter_context(Process([*command, "--log-level", "error", *flags]))
     return f"http://127.0.0.1:{port}"
 

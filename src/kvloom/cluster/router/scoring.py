@@ -47,7 +47,7 @@ class ScoringOptions:
     """
 
     delay_weight: float = 1.0
-    eviction_weight: float = 1.0
+    eviction_weight: float = 2.0
     decode_seconds: float = 0.03
     step_tokens: int = 8192
     memory_seconds: float = 5.0
