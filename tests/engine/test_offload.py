@@ -781,3 +781,20 @@ def test_miss_in_host_memory_costs_one_lookup(monkeypatch: pytest.MonkeyPatch) -
     assert [request.cached_tokens for request in found] == [64, 48, 80]
     assert len(made) == 3
     closed(engine)
+
+
+@pytest.mark.parametrize("length", [50, 57, 64, 65, 90])
+def test_an_identical_prompt_resumes_from_host_memory_with_windows(length: int) -> None:
+    prompt, *others = drawn(length, length, 60, 60, 60, 60, 60, 60)
+    model = tiny("gemma3_text")
+    pool = 3 * make_engine(model, 1 << 22).layout.slab_bytes_for(96)
+    engine = make_engine(model, pool, tiers=["host:8MiB"], offload=PATIENT)
+    [first] = served(engine, [prompt])
+    for other in others:
+        served(engine, [other])
+    assert engine.cache.match(np.array(prompt, np.int32)).resume == 0, "the pages were evicted"
+    [again] = served(engine, [prompt])
+    assert again.tokens == first.tokens
+    assert again.cached_tokens is not None
+    assert again.cached_tokens >= (length - 1) // 16 * 16
+    closed(engine)

@@ -496,7 +496,7 @@ def decided(slope: float, chance: float, requests: int, steps: int = 400) -> tup
     known: list[dict[str, float]] = [{} for _ in range(requests)]
     drafts = with_drafts = 0
     for _ in range(steps):
-        controller.step_begins()
+        controller.step_begins(known)
         lengths = [0] * requests
         if controller.wants_drafts:
             chances = [controller.acceptance.of(one, "x") for one in known]
@@ -523,6 +523,46 @@ def test_the_controller_follows_acceptance_and_cost() -> None:
     useless, _, tried = decided(slope=0.3, chance=0.02, requests=4)
     assert useless.reasons["x"].startswith("off: ")
     assert tried < 40
+
+
+def off_after(requests: int) -> Controller:
+    """Return a controller that has just turned a proposer off: a token more costs as much as a step."""
+    controller = Controller()
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        controller.observe_step(size, 1e-3 * size)
+    assert controller.lengths("x", [0.5] * requests, [4] * requests, 512, 0) == [0] * requests
+    assert not controller.wants_drafts
+    return controller
+
+
+def test_the_controller_decides_again_if_the_requests_change() -> None:
+    controller = off_after(requests=4)
+    for count in (4, 5, 8, 2):
+        controller.step_begins([{"x": 0.5}] * count)
+        assert not controller.wants_drafts, count
+    controller.step_begins([{"x": 0.5}] * 9)
+    assert controller.wants_drafts
+    controller = off_after(requests=4)
+    controller.step_begins([{"x": 0.5}])
+    assert controller.wants_drafts
+
+
+def test_the_controller_decides_again_if_acceptance_rises() -> None:
+    controller = off_after(requests=1)
+    for _ in range(20):
+        controller.step_begins([{"x": 0.55}])
+    assert not controller.wants_drafts
+    for _ in range(8):
+        controller.step_begins([{"x": 0.7}])
+    assert controller.wants_drafts
+
+
+def test_replayed_tokens_count_as_tokens_of_the_step() -> None:
+    controller = Controller()
+    for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
+        controller.observe_step(size, 1e-3 * (1 + 0.3 * size))
+    without, replayed = (controller.lengths("x", [0.9], [16], 64, 0, replays) for replays in (False, True))
+    assert 0 < replayed[0] < without[0]
 
 
 def test_requests_longer_than_the_pool_run_beside_drafts() -> None:

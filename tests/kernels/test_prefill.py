@@ -364,7 +364,7 @@ def test_batches_of_even_size(batched: list[tuple[int, ...]], new: bool) -> None
     check(mixed, backend="cudnn", new=new)
     check(mixed, Mask(FULL, sinks=torch.randn(2).to(DEVICE)), backend="cudnn", new=new)
     assert batched == [(1, 128, 128), (1, 128, 256), (1, 128, 128), (1, 128, 128), (1, 128, 128)] * 2
-    with pytest.raises(ValueError, match="even sizes"):
+    with pytest.raises(ValueError, match="round sizes only"):
         check(Batch(shape, [300], [40], dtype=HALF), backend="cudnn", new=new)
 
 

@@ -4,7 +4,7 @@ functions, the Triton kernels against the plain path."""
 import importlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -610,6 +610,28 @@ def test_triton_is_the_plain_path(name: str, options: Arguments, lengths: list[i
     after = states.double()
     expected = rule.reference(exact, after, rows)
     got = rule.triton(p, states, rows)
+    same(got, expected, 2e-4)
+    same(states, after, 2e-4)
+
+
+@pytest.mark.parametrize(("name", "options"), TRITON_CASES, ids=case_name)
+def test_triton_stores_the_state_before_a_draft(name: str, options: Arguments) -> None:
+    """Outputs are those of whole rows. Stored states are those after the first tokens of each row."""
+    pytest.importorskip("triton")
+    torch.manual_seed(5)
+    lengths, stored = [3, 1, 9, 5, 17], [1, 1, 4, 5, 12]
+    rule, (rows, count) = RULES[name], rows_of(lengths)
+    p = {k: move(v, torch.float32) for k, v in rule.arguments(sum(lengths), **options).items()}
+    states = move(pages(count, rule.shape(p), torch.float32))
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in p.items()}
+    expected = rule.reference(exact, states.double(), rows)
+    after, (short, _) = states.double(), rows_of(stored)
+    starts = rows.starts.tolist()
+    first = [i for start, n in zip(starts, stored, strict=False) for i in range(start, start + n)]
+    rule.reference(
+        {k: v[first] if k in PACKED and v is not None else v for k, v in exact.items()}, after, short
+    )
+    got = rule.triton(p, states, replace(rows, stored=torch.tensor(stored, device=DEVICE)))
     same(got, expected, 2e-4)
     same(states, after, 2e-4)
 

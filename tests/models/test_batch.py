@@ -188,3 +188,39 @@ def test_steps_reach_a_device_that_is_behind_as_they_were_sent() -> None:
     for step, batch in enumerate(came):
         assert batch.tokens.tolist() == [step + 7] * 3
         assert batch.positions.tolist() == list(range(3 * step, 3 * step + 3))
+
+
+@pytest.mark.parametrize("width", [BLOCK, 2 * BLOCK + 1])
+def test_a_step_with_drafts_equals_a_plain_step(width: int) -> None:
+    cache = make_cache()
+    stage, chosen = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), torch.arange(6) + 1000
+    plain = BatchBuilder(cache, "cpu", 200, 6)
+    sequences = [cache.open(cache.match(np.arange(30 + i, dtype=np.int32))) for i in range(3)]
+    for step in range(6):
+        works = []
+        for i, count in enumerate((3, 1, width if step == 2 else 5)):
+            assert not sequences[i].extend(count)
+            drafts = count - 1
+            works.append(Work(sequences[i], np.arange(count) + 100 * i + step, drafts=drafts))
+        used = sum(len(work.tokens) for work in works)
+        expected = plain.lay_out(works, chosen)
+        stage.send_drafted(works, used + 4)
+        found = stage.drafted(used + 4, 64, chosen)
+        assert torch.equal(found.tokens[:used], expected.tokens)
+        assert torch.equal(found.positions[:used], expected.positions)
+        assert torch.equal(found.starts[:4], expected.starts)
+        assert found.starts[3:].tolist() == [*range(used, used + 4), *[used + 4] * (used - 2)]
+        assert torch.equal(found.lengths[:3], expected.lengths)
+        for group in expected.slots:
+            assert torch.equal(found.slots[group][:, :used], expected.slots[group])
+            assert (found.slots[group][:, used:] < BLOCK).all(), "padding writes to page 0"
+            table, blocks = expected.tables[group], expected.tables[group].shape[2]
+            readable = table > 0  # blocks before a window have no page
+            assert torch.equal(found.tables[group][:, :3, :blocks][readable], table[readable])
+        for group in expected.states:
+            assert torch.equal(found.states[group][:, :3], expected.states[group])
+        if expected.states:
+            assert found.stored is not None
+            assert found.stored[:3].tolist() == [len(work.tokens) - work.drafts for work in works]
+        for work in works:
+            work.sequence.commit(work.tokens.astype(np.int32))

@@ -69,7 +69,9 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass(slots=True)
 class Served:
-    """A request of a run and its times. `request` is None if the queue was full."""
+    """A request of a run, and the times of its arrival, first token and last token. `request` is None if it was refused
+    because the queue was full.
+    """
 
     at: float
     request: Request | None
@@ -93,8 +95,11 @@ def drive(
     objective: Objective | None = None,
     queue: int | None = None,
 ) -> list[Served]:
-    """Add requests when they arrive, run steps until all have finished, and return their times. `queue` is the largest
-    number of waiting requests. Runs with different `salt` share no pages."""
+    """Add requests when they arrive, and run steps until all have finished. Return the requests with their times.
+
+    `queue` is the largest number of waiting requests. Further requests are refused. Requests share pages only with
+    requests of the same `salt`.
+    """
     from kvloom.engine import SamplingParams
 
     found: list[Served] = []

@@ -32,8 +32,9 @@ __all__ = [
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 LAYERS = 4
-"""Layers in a page. The benchmark reads only one of them. As in a model, the bytes of this layer in two consecutive
-pages are therefore not adjacent."""
+"""Layers in a page. The benchmark reads only one of them, so the bytes that it reads from two pages are not adjacent.
+The same holds in a model.
+"""
 
 DECODE = (
     (1, 640),
@@ -49,8 +50,9 @@ DECODE = (
 SHARED = ((64, 8192, 256), (256, 4096, 128), (32, 32768, 512))
 LATENT = ((32, 4096), (128, 2048))
 LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
-"""Attention of DeepSeek-V3. Per token, all heads read one latent with 512 values, and 64 more values for the
-position."""
+"""Attention of DeepSeek-V3. All heads read the same values of a token: a latent with 512 values, and 64 values that
+encode the position.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +236,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound of the time for `batch` rows with a shared prefix. For the prefix and for the rows' own
-    tokens, take the memory time or the compute time, whichever is longer. The bound is the sum of the two."""
+    """Return a lower bound, in microseconds, for `batch` rows that share a prefix. It is the sum of two times: one for
+    the prefix, and one for the rows' own tokens. Each is the time for its bytes or for its FLOPs, whichever is longer.
+    """
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
@@ -278,8 +281,9 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield rows for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed as much as
-    memory."""
+    """Yield rows for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed about as much
+    as bytes do.
+    """
     from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
     "disaggregation": "prefill and decode workers against workers that do both: time between tokens, hand-over (CPU)",
+    "encoding": "an encode worker against workers that also encode images: time between tokens, first token (CPU)",
     "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
     "speculation": "tokens per second with and without drafts (both)",

@@ -64,9 +64,11 @@ def measure(
     seed: int,
     results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Warm up every workload, then run each workload `rounds` times and add the measurements to `results`. Yields
-    after each warm-up and after each workload of a round, so that several engines can alternate. Rounds share no
-    tokens, so a round cannot hit cached pages of another round."""
+    """Warm up every workload, then run each workload `rounds` times and add the measurements to `results`.
+
+    Yields after each warm-up and after each workload of a round, so that several engines can alternate. Rounds share no
+    tokens, so no round hits pages of an earlier round.
+    """
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)

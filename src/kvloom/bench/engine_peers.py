@@ -64,8 +64,9 @@ class HuggingFace:
         on_gpu = options.device.startswith("cuda")
         self._free_bytes = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
-        """Largest batch size to try, by prompt length. After a batch did not fit in memory, this is half of its size,
-        so only the first run fails."""
+        """Largest batch size to try, by prompt length. When a batch does not fit into memory, half of its size is
+        stored here, so later runs do not fail again.
+        """
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         all_answers: Turns = [[] for _ in conversations]
@@ -99,7 +100,9 @@ class HuggingFace:
         return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Return how many sequences fit in memory together, including their KV cache, prefill and attention mask."""
+        """Return how many sequences fit into memory together. Their KV cache, the prefill and the attention mask are
+        counted.
+        """
         length = prompt + output
         cache = sum(
             x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers

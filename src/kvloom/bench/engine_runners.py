@@ -58,8 +58,9 @@ class Options:
 class Measurement:
     """Seconds from the first submission to the last token, the answers, and figures by name.
 
-    On a CPU, a measurement also has the CPU seconds of all threads and processes. Copies to tiers after the last token
-    are not part of the seconds. The figure `drained_s` is the time of these copies."""
+    On a CPU, a measurement also has the CPU seconds of all threads and processes. Copies to tiers that run after the
+    last token do not count. Their time is the figure `drained_s`.
+    """
 
     seconds: float
     answers: Turns
@@ -77,7 +78,9 @@ class Runner(Protocol):
     start_s: float
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
-        """Answer every turn with exactly `output` greedy tokens. The next turn of a conversation starts at once."""
+        """Answer every turn with exactly `output` greedy tokens. The next turn of a conversation starts as soon as the
+        previous turn is answered.
+        """
         ...
 
     def close(self) -> None:

@@ -72,8 +72,9 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Return the microseconds of each call. The calls alternate. In each of `rounds` rounds the median of a call is
-    taken, and the smallest median is returned."""
+    """Return the microseconds of each call. The calls alternate. Each of `rounds` rounds gives the median of several
+    times, and the smallest median is returned.
+    """
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
     for turn in range(rounds + 1):

@@ -47,8 +47,8 @@ def life(
 ) -> Figures:
     """Return the microseconds of each phase of a request: match, allocate, publish and release. `total` is their sum.
 
-    The first `cached` tokens are cached. With `evicting`, no token is cached, and the pool is full of pages of other
-    requests. With `names`, events are published, so every new block is hashed.
+    The first `cached` tokens of each request are cached. With `evicting`, no token is cached, and the pool is full of
+    pages of other requests. With `names`, the cache publishes events, so every new block is hashed.
     """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
@@ -88,8 +88,9 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token
-    for each sequence. In each step one sequence in `crossing` fills a block."""
+    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token for
+    each sequence. In each step about 1 / `crossing` of the sequences fill a block.
+    """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
     draw = _drawer()
@@ -151,8 +152,9 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """Return the microseconds of each phase of a request in a full cache of `blocks` blocks. The request evicts old
-    blocks to get its own. Also return the bookkeeping bytes per cached block."""
+    """Return the microseconds of each phase of a request in a full cache of `blocks` blocks, where the request evicts
+    other blocks. Also return the bytes of bookkeeping per cached block.
+    """
     shape = layout_of("full")
     draw = _drawer()
     prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))
@@ -171,7 +173,9 @@ def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
 
 
 def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
-    """Return the number of slabs for all pages of `requests` requests, with two snapshots per request."""
+    """Return the number of slabs that have enough pages for `requests` requests of `tokens` tokens, with two snapshots
+    each.
+    """
     per_request = sum(
         -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
         + 1

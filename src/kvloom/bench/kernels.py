@@ -76,7 +76,7 @@ def expert_rows(rounds: int) -> Iterator[Row]:
 
 
 def _wall(call: Call) -> float:
-    """Return the microseconds from the start of the call to the end of its copies."""
+    """Return the wall-clock microseconds from the start of a call until its copies are done."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call().synchronize()

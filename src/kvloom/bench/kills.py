@@ -230,7 +230,7 @@ class _Clients:
 
     @staticmethod
     def _died(router: _Server, since: float) -> bool:
-        """Whether a router died after `since`, or is still starting."""
+        """Return whether a router died after `since`, or less than 30 seconds before, so that it may still be starting."""
         return any(death > since - 30 for death in router.deaths)
 
     async def ask(self, url: str, path: str, body: dict[str, Any], stream: bool) -> str:
@@ -326,8 +326,10 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _kill(
     session: Any, servers: list[_Server], args: argparse.Namespace, counters: dict[str, int]
 ) -> dict[str, int]:
-    """Kill a process after each pause. Kills alternate between workers, engines and routers. Which process of the kind
-    is killed is random. At least one answering worker and one router stay healthy."""
+    """Kill one process after each pause, and return the number of kills by kind. Kinds take turns: workers, engines,
+    routers and prefill workers. The process of a kind is chosen at random. At least one answering worker and one router
+    stay healthy.
+    """
     rng = random.Random(args.seed)
     kinds = ["worker", "engine", "router", *(["prefill"] if args.prefill else [])]
     kills = dict.fromkeys(kinds, 0)

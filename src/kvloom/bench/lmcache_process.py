@@ -28,8 +28,9 @@ TOKENS = 16
 
 
 class _World:
-    """One backend of LMCache with its memory. `put` stores all pages and `get` reads them. Both return when the bytes
-    have arrived."""
+    """One backend of LMCache, and the memory that the benchmark copies. `put` stores all pages and `get` reads them.
+    Both return when the bytes have arrived.
+    """
 
     def __init__(self, page: int, total: int) -> None:
         import torch
@@ -72,8 +73,9 @@ class _World:
         self.keys = [self._make_key("bench", 1, 0, base + i, self.dtype) for i in range(self.count)]
 
     def filled(self, number: int) -> Any:
-        """Return a page of LMCache's memory filled with kvloom's bytes, as LMCache's connector fills it with a
-        layer's pages."""
+        """Return a page in LMCache's memory with the bytes of page `number`. LMCache's connector fills pages in the
+        same way.
+        """
         page = self.cpu.allocate(self.shape, self.dtype, self.format)
         page.tensor.view(self.torch.uint8).reshape(-1).copy_(self.source[number])
         return page
@@ -189,10 +191,13 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Return calls to LMCache's multi-process server. LMCache's worker in an engine without a GPU makes the same calls.
-    The server stores blocks of a KV cache, 32 MiB per request, and looks them up before it retrieves them. The lookup
-    counts as part of the store, because it shows when the store has ended. `mode` selects the process that copies: the
-    server, which maps the cache, or the worker, which copies into the server's shared memory."""
+    """Return calls to LMCache's multi-process server, which stores blocks of a KV cache, 32 MiB per request. LMCache's
+    worker in an engine without a GPU makes the same calls.
+
+    Blocks are looked up before they are retrieved. The lookup is timed as part of the store, because it shows when the
+    store has ended. `mode` selects the process that copies: the server, which maps the cache, or the worker, which
+    copies into the server's shared memory.
+    """
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transfer_context import create_transfer_context
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -242,8 +247,9 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             wait_for(len(pages), key)
 
     def wait_for(pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages, because a store replies before it has ended. The lookup also takes the
-        read locks of the pages."""
+        """Wait until a lookup finds the pages. This is needed because the server confirms a store before it has ended.
+        The lookup also takes the read locks of the pages.
+        """
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)

@@ -34,7 +34,7 @@ from .page_placement import evict_host, evict_pool, wait_until_stored
 __all__ = ["RATIOS", "SCENARIOS", "measure_load_or_recompute"]
 
 RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
-"""Disk throughput relative to prefill throughput."""
+"""The tested throughputs of the disk, as multiples of the prefill throughput."""
 SCENARIOS = {
     "known": "three prompts were loaded before",
     "unknown": "no prompt was loaded yet",
@@ -42,12 +42,14 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""What has happened before the measured prompt, by name of the scenario. The engine's measurements at the start depend
-on it."""
+"""The scenarios: what has happened before the measured prompt. It determines which measurements the engine has when the
+prompt arrives.
+"""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
-"""Number of bytes of one read (two pages), and number of concurrent reads. A prompt needs as many reads as a prompt of
-16,384 tokens needs with an 8B shape."""
+"""Number of bytes of one read (two pages), and number of concurrent reads. The prompt then needs as many reads as a
+prompt of 16,384 tokens of an 8B model.
+"""
 BASE, GROWTH = 0.012, 0.45  # seconds of a step's base; how much longer the second half of a prompt takes
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 

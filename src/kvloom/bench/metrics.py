@@ -45,7 +45,9 @@ class Parts:
     scrape: float
 
     def share(self, cpu_us_a_token: float, tokens_a_request: float, tokens_per_second: float) -> float:
-        """Return the share of a load's CPU time that metrics use, with one scrape per second."""
+        """Return the fraction of a load's CPU time that metrics use, with one scrape per second. The arguments describe
+        the load: CPU microseconds per token, tokens per request, and tokens per second.
+        """
         periodic = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
         return (self.token + self.request / tokens_a_request + periodic) / cpu_us_a_token
 

@@ -259,10 +259,11 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Return the positions where the scheduler ends the prefill steps of a prompt that fits in one step.
+        """Return the positions where vLLM's scheduler ends the prefill steps of a prompt that would fit into one step.
 
-        States are cached only at the end of a step. vLLM therefore also stops at the next block boundary after a
-        hit, and at the last block boundary and the last hash boundary of the prompt."""
+        States are cached only at the end of a step. vLLM therefore also stops at the next block boundary after a hit,
+        and at the last block boundary and the last hash boundary of the prompt.
+        """
         if not self.stateful:
             return [tokens]
         ends = {(tokens - 1) // self.block * self.block, (tokens - 1) // self.unit * self.unit, tokens}
@@ -384,8 +385,9 @@ def _stub(name: str) -> Any:
 
 
 class _SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's modules. Modules of trees are loaded from their files, their parent packages are empty, and all
-    other modules are stubs."""
+    """Imports SGLang's prefix trees without the rest of SGLang. The modules of the trees are loaded from their files.
+    Their parent packages are empty, and all other modules are stubs.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -55,8 +55,9 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return the number of token slots that no row's next query can read, in the pages of some rows of `table`
-    ([rows, blocks])."""
+    """Return how many token slots are wasted in the pages of `rows`: the next query of no row can read them. `table` is
+    the block table of a layer group ([all rows, blocks]).
+    """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)
     low, high = first // block, -(-lengths // block)  # blocks [low, high) are needed
@@ -73,8 +74,7 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens` over pages. A page shared by several rows counts once, with the smallest number of
-    tokens."""
+    """Return the sum of `tokens`, one entry per page. If several entries have the same page, only the smallest counts."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)
@@ -82,8 +82,9 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Waste at the peak of pages in use. It is the mean over samples near the peak, because many blocks may fill in
-    the same step."""
+    """Measures the waste when the most pages are in use. The result is the mean over samples near this peak, because
+    many blocks may fill in the same step.
+    """
 
     SHARE = 0.01
     """Largest share of the run time that samples may take."""
@@ -96,8 +97,7 @@ class PeakUsage:
         self._next = 0.0
 
     def sample(self) -> None:
-        """Take a sample of the waste. Does nothing if the last sample was so recent that sampling would take more than
-        SHARE of the time."""
+        """Take a sample of the waste, unless samples would take more than SHARE of the run time."""
         begin = time.perf_counter()
         if begin < self._next:
             return

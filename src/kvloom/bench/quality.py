@@ -34,8 +34,9 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a model predicts a text with one cache format. `nats` has the loss of each token, and `choices` has the
-    most likely token at each position."""
+    """How well a model predicts a text with one KV dtype. `nats` has the loss of each token, and `choices` has the most
+    likely token at each position.
+    """
 
     nats: torch.Tensor
     choices: torch.Tensor

@@ -37,7 +37,8 @@ FLOP_RATE = 770e12
 class ForwardPass:
     """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute.
 
-    The rows of each of `prefixes` groups share the first `shared` cached tokens."""
+    The rows form `prefixes` groups. Rows of one group share their first `shared` cached tokens.
+    """
 
     rows: int
     cached: int

@@ -38,7 +38,7 @@ LAST = _chunk(DONE) + END
 
 
 class _Worker(asyncio.Protocol):
-    """Answers POST with a stream of one token, and GET with the worker's description. Expects no pipelining."""
+    """A worker that answers POST with a stream of one token, and GET with its description. Does not support pipelining."""
 
     _transport: asyncio.Transport
 
@@ -89,8 +89,11 @@ class _Client(asyncio.Protocol):
 
 
 async def send_load(url: str, rate: int, seconds: int) -> list[float]:
-    """Send `rate` requests per second, and return their times to the first byte. The first second does not count.
-    Raises TimeoutError if answers are missing 30 seconds after the last request."""
+    """Send `rate` requests per second for `seconds` seconds. Return the seconds to the first byte of each answer. One
+    more second before them is not measured.
+
+    Raises TimeoutError if answers are missing 30 seconds after the last request.
+    """
     host, port = url.removeprefix("http://").split(":")
     rng = np.random.default_rng(0)
     bodies = [

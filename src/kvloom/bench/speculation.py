@@ -69,8 +69,9 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return `count` pairs of a prompt and a forced output, as token ids. Each prompt is from another module. If the
-    output is empty, the model's own tokens are used."""
+    """Return `count` pairs of a prompt and an output, as token ids. Each prompt is from another module. The output
+    replaces the model's own tokens, unless it is empty.
+    """
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))
@@ -113,8 +114,10 @@ def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together. Return the decoded tokens per second and the requests. The time
-    of prompts does not count."""
+    """Run prompts one after the other, or together. Return the decoded tokens per second and the requests.
+
+    The time of prompts does not count. Requests that run together are measured until the first one finishes, so that
+    every measured step has all streams."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
@@ -127,9 +130,11 @@ def generate(
             engine.step()
         decoded -= sum(one.output_count for one in running)
         started = time.perf_counter()
-        engine.run()
+        while not any(one.finish_reason for one in running):
+            engine.step()
         seconds += time.perf_counter() - started
         decoded += sum(one.output_count for one in running)
+        engine.run()
         requests += running
     return decoded / seconds, requests
 
@@ -277,8 +282,7 @@ def show(row: Row, as_json: bool) -> None:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Print one row per case, or JSON lines."""
+def _parser() -> Parser:
     parser = Parser("kvloom bench speculation", description=__doc__.partition("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default="kvloom-llama", metavar="MODEL", help="the target (default: kvloom-llama)")
@@ -329,7 +333,12 @@ def main(argv: list[str]) -> int:
         help="with --shape: memory of each engine's pool (default: 4GiB)",
     )
     add("--json", action="store_true", help="print JSON lines")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print one row per case, or JSON lines."""
+    args = _parser().parse_args(argv)
     if args.shape:
         measure_shape(args)
         return 0

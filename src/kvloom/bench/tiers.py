@@ -42,8 +42,9 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one operation. A ratio is kvloom's GB/s divided by the GB/s of the medium or of LMCache. `backend` is the
-    backend of LMCache, or "" if none ran."""
+    """The speed of one operation on one tier, in GB/s. A ratio is kvloom's GB/s divided by the GB/s of the medium or of
+    LMCache. `backend` is the backend of LMCache, or "" if none ran.
+    """
 
     tier: str
     page_bytes: int
@@ -122,8 +123,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """Return one row per operation and per backend of LMCache. In every round, the bytes of every side are
-    verified."""
+    """Return one row per operation and per backend of LMCache. Every round verifies the bytes that each side has read."""
     beside = work.lmcache if lmcache is not None else ()
     return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
 

@@ -1,5 +1,4 @@
-"""The memory that `kvloom bench tiers` moves, and its baselines without a tier: memcpy, files with O_DIRECT, and
-TCP."""
+"""The memory that `kvloom bench tiers` copies, and the baselines without a tier: memcpy, files with O_DIRECT, and TCP."""
 
 from __future__ import annotations
 
@@ -66,7 +65,9 @@ class Side:
 
 
 class Memory:
-    """Aligned pages to write, memory to read them into, and the objects of this round."""
+    """Pages to write (`source`), memory to read them into (`target`), and the objects under which this round stores
+    them.
+    """
 
     def __init__(self, page: int, total: int) -> None:
         self.page, self.total, self.count = page, total, total // page
@@ -107,8 +108,9 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """Return a baseline without a tier that writes plain files. One file has the bytes of `FILE_ROUNDS` rounds. `files`
-    is used instead of direct system calls, if given."""
+    """Return a baseline that writes and reads plain files with O_DIRECT. With `sync`, a write ends with fdatasync. One
+    file has the bytes of FILE_ROUNDS rounds. If `files` is given, its I/O calls are used.
+    """
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)

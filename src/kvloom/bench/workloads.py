@@ -41,10 +41,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens. A prompt is a
-    prefix of `prefix` tokens, followed by `prompt` tokens of its own. There are `prefixes` prefixes, used in turn. A
-    later turn adds `more` tokens. If `warm` is true, another workload of the same round has computed the prefixes
-    before. A workload with `on_request` runs only if it is selected by name."""
+    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens.
+
+    A first prompt is one of `prefixes` shared prefixes of `prefix` tokens, used in turn, and then `prompt` tokens of
+    its own. A later turn adds `more` tokens. If `warm`, an earlier workload of the same round has computed the same
+    prefixes. A workload with `on_request` runs only if it is selected by name.
+    """
 
     name: str
     what: str
@@ -76,7 +78,9 @@ class Workload:
 
     @property
     def separable(self) -> bool:
-        """Whether a run of the prompts alone measures prefill. This is true if no prompt hits the cache."""
+        """Whether the time of prefill can be measured by running the prompts alone. This holds if no prompt hits the
+        cache.
+        """
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:

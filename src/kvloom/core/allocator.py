@@ -1,8 +1,8 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
 An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. One
-policy orders all entries. Unneeded window pages are evicted first. The allocator chooses an entry. The tree, the media
-cache or the pool then evicts it.
+policy orders all entries. A window page that no checkpoint needs is evicted before any entry. The allocator only
+chooses what is evicted. The tree or the media cache then drops the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Allocator"]
 AHEAD = 32
 """`evict_ahead` stops when 1 / AHEAD of the pool is free."""
 PIECES = 32
-"""One call of `evict_ahead` evicts at most 1 / PIECES of the pages that it keeps free."""
+"""One call of `evict_ahead` frees about 1 / PIECES of this part of the pool."""
 
 
 class Allocator:
@@ -68,7 +68,7 @@ class Allocator:
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
     def bytes_of(self, needs: Sequence[int]) -> int:
-        """Return the size of `needs[c]` pages of each size class c, in bytes."""
+        """Return the number of bytes of `needs[c]` pages of each size class c."""
         size = 0
         for cls, page_bytes in enumerate(self._page_bytes):
             size += needs[cls] * page_bytes
@@ -76,8 +76,12 @@ class Allocator:
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
         """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
-        missing pages. If pages are missing, nothing was evicted, with one exception: guaranteed shares are counted in
-        bytes, so with several pages per slab, another tenant's share may stop the eviction half way."""
+        missing pages, or 0 on success.
+
+        If pages are missing, usually nothing was evicted, because the allocator checks first whether eviction can
+        succeed. There is one exception. The check counts shares of tenants in bytes. If a slab has several pages, the
+        share of another tenant may therefore stop the eviction after some pages were evicted.
+        """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
         if not slabs and not limited:
@@ -154,9 +158,8 @@ class Allocator:
         return max(0, slabs - self._pool.free_slabs)
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
-        """Evict and compact for `account` until `missing()` is 0 or nothing can be evicted. An `account` of None
-        stands for the pool itself. Returns the number of slabs that are still missing.
-        """
+        """Evict and compact for `account` until `missing()` is 0 or nothing can be evicted. If `account` is None, the
+        pool itself needs the slabs, for example to shrink. Returns the number of slabs that are still missing."""
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible
         while slabs:
@@ -178,9 +181,9 @@ class Allocator:
         """Return `needs` plus, for each size class, the number of cached pages that cannot be evicted now. Called only
         when the pool is nearly full.
 
-        If a node ends inside a block, each child has its own copy of this block's pages. While a child is in use, its
-        sequence reads only the child's copy. The pages of the parent are then cached, but they cannot be evicted,
-        because a node with a child in use stays in the tree.
+        Such pages exist where a node ends inside a block. Each child of the node then has its own copy of this block's
+        pages. A sequence that uses a child reads the child's copy, so the node's own pages of the block are only
+        cached. They cannot be evicted, because a node with a child in use stays in the tree.
         """
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
@@ -215,23 +218,23 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` slabs the account `victim` can lose to `requester` without falling below its
-        share."""
+        """Return how many of `slabs` slabs may be evicted from `victim` for `requester`. An eviction for another
+        account stops at the share of `victim`, but the result is at least 1."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return how many pages fit into `size` bytes. The pages have the size class of which `needs` requests the most
-        pages."""
+        """Convert `size` bytes to a number of pages, rounded up and at least 1. The pages are those of the size class
+        with the most pages in `needs`."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict pages that fill about `slabs` slabs, from the next entry in the account's eviction queue. Returns False
-        if the queue has no entry."""
+        """Evict pages of `account` that fill about `slabs` slabs. Unneeded window pages come first, then the next
+        entry of the account's eviction queue. Returns False if there is nothing to evict."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (
@@ -272,9 +275,8 @@ class Allocator:
         return sum(self.evicted.values())
 
     def _evict_tail(self, node: Node, rows: int, now: float, reason: str) -> None:
-        """Evict the last `rows` blocks of a leaf, or all blocks after its last resumable position. Queues the
-        parent if it becomes a leaf.
-        """
+        """Evict the last `rows` blocks of a leaf. If no prompt can resume at the end of the leaf, evict all blocks
+        after its last resumable position instead. If the parent becomes a leaf, queue the parent for eviction."""
         tree, start, end = self._tree, node.start, node.end
         resume = tree.last_resume(node) if tree.needs_checkpoints else end
         if resume == end:

@@ -47,9 +47,21 @@ class CacheControl:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """The positions at which sequences of models with windows or states take checkpoints. With `before_last`, the
-    checkpoint of a prompt is one token before its end, so that an identical prompt can resume there. In models with
-    states, each prompt that is longer than a block then needs one more step with one token."""
+    """When sequences take checkpoints. Only models with windows or states need checkpoints.
+
+    | field          | a checkpoint is taken                                                                   |
+    |----------------|-----------------------------------------------------------------------------------------|
+    | `prompt_end`   | at the end of the prompt                                                                |
+    | `before_last`  | one token before the end of the prompt instead, if the prompt is longer than a block    |
+    | `turn_end`     | when the sequence closes                                                                |
+    | `branch`       | where the prompt leaves tokens that are in the tree                                     |
+    | `every_blocks` | after every `every_blocks` blocks; 0 means never                                        |
+
+    A hit never contains the last token of a prompt. An identical prompt can therefore resume at a `before_last`
+    checkpoint, but not at the end of the prompt. In models with states, `before_last` costs one more step, which
+    computes one token. In models with windows and no states, `before_last` also takes a checkpoint after the last full
+    block before it, because tiers store full blocks only.
+    """
 
     prompt_end: bool = True
     before_last: bool = False

@@ -1,7 +1,7 @@
-"""Events report which blocks were stored and removed, by block hash. Tiers, routers and dashboards use them.
+"""Events report which blocks were stored and removed, by block hash. Tiers, routers and dashboards listen to events.
 
-Events are frozen data. Without a listener no hash is computed and no event is built. Compaction publishes no event,
-because pages stay in the same medium.
+Events are frozen data. If there is no listener, the cache computes no hash and builds no event. Compaction publishes
+no event, because pages stay in the same medium.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 class BlockStored:
     """Pages of `groups` were stored in `medium` for each of `hashes`. The hashes form a chain after `parent`.
 
-    Without `tail_tokens` each hash covers HASH_TOKENS tokens. With `tail_tokens` there is one hash, which covers a
-    partial last block of `tail_tokens` tokens. `tokens` are the token bytes of all hashes. The id of a media token
-    depends on the content of the image. Tiers publish no tokens.
+    If `tail_tokens` is 0, each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial
+    last block of `tail_tokens` tokens. `tokens` are the token ids of all hashes, as bytes. A token of an image has a
+    negative id, which stands for the content of the image. Events of tiers contain no tokens.
     """
 
     parent: bytes
@@ -51,7 +51,7 @@ class EventBus:
         """Whether there is a listener. It is checked before any hash is computed."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Add a listener. Return a function that removes it."""
+        """Add a listener. Returns a function that removes the listener."""
         self._listeners.append(listener)
         self.listening = True
 

@@ -12,17 +12,17 @@ SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400
 
 
 class Histogram:
-    """`counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is the number
-    of values above all bounds.
+    """Counts values in the intervals between `bounds`.
 
-    `total` is the sum of all values. Adding a value costs O(log bounds).
+    `counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is the number of
+    values above all bounds. `total` is the sum of all values. Adding a value costs O(log bounds).
     """
 
     __slots__ = ("_edges", "bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         if not bounds or list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"bounds {tuple(bounds)} must increase")
+            raise ValueError(f"bounds {tuple(bounds)} must increase; sort them and remove duplicates")
         self.bounds = tuple(bounds)
         self._edges = tuple(map(float, bounds))  # comparing two floats is faster
         self.counts = [0] * (len(self.bounds) + 1)
@@ -46,7 +46,7 @@ class Histogram:
         return low if self.count else None
 
     def since(self, counts: Sequence[int]) -> Histogram:
-        """Return a histogram of the values that were added since this histogram had the counts `counts`. Does not set
+        """Return a histogram of the values that were added since `counts` was copied from this histogram. Does not set
         `total`."""
         found = Histogram(self.bounds)
         found.counts = [now - before for now, before in zip(self.counts, counts, strict=True)]

@@ -2,7 +2,7 @@
 close.
 
 One cache serves every layer kind. It moves no bytes: `take_copies` returns the page copies that the engine must make
-before the next step. `loading` has the calls of the offload manager, and `inspect` the counters.
+before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ class KVCache:
         self.block_tables = state.block_tables
         """Page ids and lengths of all sequences, as arrays. Read-only outside `kvloom.core`."""
         self.page_tables = state.block_tables.tables
-        """Page ids [column, row, block]. Each column is one page of a block."""
+        """Page ids, indexed [column, row, block]. A column is one of the pages that a block owns. A row is an open
+        sequence."""
         self.state_pages = state.block_tables.states
-        """Page ids of the live states [column, row]."""
+        """Page ids of the live states, indexed [column, row]."""
         self.lengths = state.block_tables.length
-        """Number of computed tokens of each row. A row is an open sequence."""
+        """Number of computed tokens of each row (open sequence)."""
         self.reserved_blocks = state.block_tables.blocks
         """Number of reserved blocks of each row."""
         self.has_states = state.has_states
@@ -158,19 +159,24 @@ class KVCache:
         limit = max(0, length - 1) if leave_last else length
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
+    def has_media(self, match: Match, item: Media) -> bool:
+        """Return whether the pool has the pages of an image, for prompts with the root hash of `match`."""
+        return match.root_hash + item.digest in self.state.media_cache
+
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. Does not modify the cache. O(roots). `across_tenants` also
-        searches the prefixes of other tenants. Show that result only to operators.
-        """
+        """Return the reason why the hit is not longer. With `across_tenants`, other tenants' prefixes are searched,
+        too. Show that result only to operators, because it reveals prompts of other tenants. Does not modify the
+        cache. O(roots)."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the longest resumable length of a prompt with the pages in `index`. Hashes the prompt."""
+        """Return the longest resumable length of a prompt if the pages in `index` were available, too. Hashes the
+        prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property
     def version(self) -> int:
-        """A number that increases whenever an earlier match may have become stale."""
+        """A number that increases whenever the tree changes so that earlier matches may be stale."""
         return self.state.tree.version
 
     @property
@@ -193,15 +199,14 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
-        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing
-        pages. 0 means success. Otherwise no page was reserved.
-        """
+        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing pages,
+        or 0 on success. If pages are missing, none was reserved."""
         return extend(self.state, seq, n)
 
-    def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages. If it is not 0, no
-        row was extended. The cost grows with the number of rows that need a new block.
-        """
+    def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
+        """Reserve pages for `n` more tokens of every row (open sequence). `n` is one number, or an array with one
+        number for each row. Returns the number of missing pages, or 0 on success. If pages are missing, no row was
+        extended. The cost grows with the number of rows that need a new block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
@@ -211,33 +216,31 @@ class KVCache:
         return exceeds_quota(self.state, seq, n)
 
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-        """Append computed tokens, whose pages must be written. Full blocks are published, so other prompts can hit
-        them.
+        """Append computed tokens. The pages of these tokens must be written. Full blocks are published, so that other
+        prompts can hit them.
 
-        The live states cover all tokens, or the first `state_length` tokens. A step that verifies a draft does not
-        change the states. It commits the accepted tokens, and in the next step the recurrent layers compute these
-        tokens again.
+        `state_length` is the number of tokens that the live states cover. None means all tokens. A step that verifies
+        a draft does not change the states. The caller then commits the accepted tokens with a smaller `state_length`,
+        and the next step computes these tokens again in the recurrent layers.
         """
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each of many rows. Each row may be listed only once. The cost grows with the number
-        of rows that fill a block.
-        """
+        """Commit one token for each of many rows (open sequences). Each row may be listed only once. The cost grows
+        with the number of rows that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
-        """Take a checkpoint at the current position or, in models without states, at an earlier `position`. If
-        `position` is later, the checkpoint is taken when the sequence reaches it. Returns False if the pool has no
-        pages for the states, or if the checkpoint would be useless.
-        """
+        """Take a checkpoint at `position`, or at the current end. In models with states, `position` must not be
+        earlier than the current end. A later checkpoint is taken when the sequence reaches `position`. Returns False
+        if the pool has no pages for the states, or if the checkpoint would be useless."""
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
         """Discard the last `n` computed tokens and all reserved pages. Returns the new length.
 
-        The new length is shorter than requested if states or windows can resume only at an earlier position. The
-        caller computes the difference again.
+        If states or windows can resume only at an earlier position, more than `n` tokens are discarded. The caller
+        then computes the additional tokens again.
         """
         return rollback(self.state, seq, n)
 
@@ -254,11 +257,12 @@ class KVCache:
     # -- cold blocks ----------------------------------------------------------------------------
 
     def coldable_pages(self, seq: Sequence, most: int) -> Ids:
-        """Return the page ids of the next blocks that can become cold, at most `most` blocks: [blocks, columns].
-        Columns of windows contain 0.
+        """Return the page ids of the next blocks that can become cold (move to host memory), at most `most` blocks.
+        The result is indexed [blocks, columns]. Columns of windowed groups contain 0.
 
-        These blocks are the oldest of the sequence in the pool, and are full and computed. Make pending copies
-        before you read the pages."""
+        These blocks are the oldest blocks that the sequence still has in the pool, and they are full and computed. Run
+        the pending copies before you read the pages.
+        """
         return coldable_pages(self.state, seq, most)
 
     def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
@@ -269,10 +273,12 @@ class KVCache:
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before `position`,
-        and `tail` contains the tokens after these blocks. Allocates the live states, and the other pages that are
-        visible at `position`. The caller must write these states and pages before the next step. If the pool lacks
-        pages, returns False and changes nothing."""
+        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before `position`.
+        `tail` contains the tokens after these blocks.
+
+        Allocates the live states, and the pool pages that are visible at `position`. The caller must write both before
+        the next step. If the pool lacks pages, returns False and changes nothing.
+        """
         return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
@@ -285,10 +291,10 @@ class KVCache:
         parent: bytes | None = None,
     ) -> list[bytes]:
         """Return the hashes of the blocks of a prompt, from block `first` to token `end`. The last block may be
-        partial.
+        partial. A state snapshot at `end` has the same hash as the last block. O(tokens).
 
-        `parent` is the hash before block `first`. None means the root hash, which is correct only for block 0. The
-        last returned hash is also the hash of a state at `end`. O(tokens)."""
+        `parent` is the hash of the block before `first`. None means the root hash, which is correct only for block 0.
+        """
         ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
         data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
         parent = parent or self.root_hash(control)
@@ -309,9 +315,8 @@ class KVCache:
     def pin(
         self, tokens: npt.ArrayLike, ttl: float, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Pin:
-        """Retain the cached prefix of a prompt for `ttl` seconds. `Pin.length` is the length of this prefix in
-        tokens.
-        """
+        """Retain the cached prefix of a prompt for `ttl` seconds. Returns the pin. `Pin.length` is the length of the
+        prefix in tokens."""
         if ttl <= 0:
             raise ValueError(f"ttl {ttl} is not positive; give seconds")
         return self.state.pins.pin(self._match(tokens, control or _DEFAULT, media, leave_last=False), ttl)
@@ -329,9 +334,9 @@ class KVCache:
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the cached prefix of a waiting request until `unprotect`. A protected prefix is evicted after all
-        unprotected entries. `turn` is the position of the request in the waiting queue. The prefix of the request that
-        will run last is evicted first."""
+        """Protect the cached prefix of a waiting request until `unprotect`. Among entries of equal rank, protected
+        entries are evicted last. `turn` is the position of the request in the waiting queue. Among protected prefixes,
+        the one of the request that will run last is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -346,17 +351,16 @@ class KVCache:
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view that always shows the
-        current page ids."""
+        """Return the block tables of one token group: [runs, rows, blocks]. A row is an open sequence. The result is a
+        view that always shows the current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return, for each row, the first block whose page ids changed since the last call. If none changed, return
-        the end of the row.
-        """
+        """Return, for each row (open sequence), the first block whose page ids changed since the last call. If no
+        block changed, return the row's number of reserved blocks."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
@@ -365,7 +369,7 @@ class KVCache:
 
     def free_pages(self, tokens: int, tenant: str = "") -> int:
         """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing
-        pages."""
+        pages, or 0 on success."""
         blocks = -(-tokens // self.block_tokens)
         return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
 
@@ -380,7 +384,7 @@ class KVCache:
         return self.state.pool.free_slabs
 
     def account(self, tenant: str) -> Account:
-        """Return the account of a tenant. Undeclared tenants share one account. Do not modify it."""
+        """Return the account of a tenant. Undeclared tenants share one account. Do not modify the account."""
         return self.state.accounts[tenant]
 
     def reachable_bytes(self, account: Account) -> int:

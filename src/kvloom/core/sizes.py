@@ -19,7 +19,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
     size = int(float(match[1]) * (1000 if suffix == "b" and unit else 1024) ** _POWERS[unit])
     if size <= 0:
-        raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
+        raise ValueError(f"size {text!r} is nothing; give a positive size and write it like 80GiB")
     if size >= 1 << 63:
         raise ValueError(f"size {text!r} is more than any machine has; write it like 80GiB")
     return size

@@ -39,12 +39,12 @@ RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 ENOUGH_STEPS = 8
 """Number of steps that must be measured before a request can be refused."""
 FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
-"""The delay of decode steps by prompts is averaged over this many seconds: FIRST_HORIZON at first, and never less than
-LEAST_HORIZON. Later the horizon is the usual time from the first to the last token of recent requests."""
+"""Prompts delay decode steps. This delay is averaged over a horizon in seconds. The horizon is FIRST_HORIZON at first.
+Later it is the usual time from the first to the last token of recent requests, but never less than LEAST_HORIZON."""
 HORIZON_WEIGHT = 1 / 16
 MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
-"""Predictions are multiplied by margins between the two values of MARGINS. The margins are adapted in steps of
-MARGIN_STEP, so that the share MET_SHARE of the requests is not slower than predicted."""
+"""Predictions are multiplied by a margin between the two values of MARGINS. The margin changes by about MARGIN_STEP
+after each request. It settles where the share MET_SHARE of the requests is not slower than predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
@@ -54,9 +54,10 @@ LAST_MOMENT = 1.2
 class Objective:
     """The objective of a request, in milliseconds. None means no limit.
 
-    `ttft_ms` is the time from arrival to the first token. `tbt_ms` is the mean time between tokens. `deadline_ms`
-    is the time from arrival until the whole answer is complete. A request with a deadline may wait until it can
-    meet the other two limits. `ttft_ms` then counts from the end of this wait."""
+    `ttft_ms` limits the time from arrival to the first token. `tbt_ms` limits the mean time between tokens.
+    `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
+    until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
+    """
 
     ttft_ms: float | None = None
     tbt_ms: float | None = None
@@ -104,8 +105,8 @@ class StepTimes:
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """Penalty of each coefficient. If two coefficients explain the measured steps equally well, the one with the
-    smaller penalty is used."""
+    """Penalty of each coefficient. If two coefficients explain the measured steps equally well, the fit uses the one
+    with the smaller penalty."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
@@ -126,7 +127,8 @@ class StepTimes:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The constant seconds of a step, then the seconds per prompt token, row, token of context, and pair."""
+        """The seconds of a step as five numbers: a constant, then the seconds per prompt token, per decoding request,
+        per token of context, and per query-key pair."""
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
@@ -172,9 +174,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """A prompt to compute. `tokens` are its tokens without hits, and `context` are all its tokens. `output` is the
-    expected number of output tokens. `load_seconds` is the time until its pages from tiers are loaded, and `due` is
-    the time until its first token is due."""
+    """A prompt to compute. `tokens` is its number of tokens without hits, and `context` its number of all tokens.
+    `output` is the expected number of output tokens. `load_seconds` is the time until its pages from tiers are loaded.
+    `due` is the time until its first token is due."""
 
     tokens: int
     output: int
@@ -224,9 +226,10 @@ class Backlog:
 class Prediction:
     """The predicted times of a request that starts now, in seconds.
 
-    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on an
-    idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left, context).
-    `others_due` is the time until the first token of another prompt in the same step is due.
+    `ttft` is the time to the first token, and `tbt` the time between tokens. `idle_ttft` and `idle_tbt` are the same
+    on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
+    context). The last step of this prefill may compute other prompts, too. `others_due` is the time until the earliest of
+    their first tokens is due.
     """
 
     ttft: float
@@ -252,8 +255,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict. `reason` explains a refusal. `retry_seconds` is the time until the objective can probably be met,
-    or None if this worker could not meet it even without other requests."""
+    """A verdict. `reason` explains a refusal. `retry_seconds` is the time until this worker can probably meet the
+    objective. It is None if the worker could not meet the objective even without other requests."""
 
     verdict: Verdict
     reason: str = ""
@@ -294,7 +297,7 @@ class SloAdmission:
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
-        """Update the estimates after the worker had no work for some time."""
+        """Let the average delay by prompts decay, because the worker had no work for `seconds`."""
         self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property
@@ -363,9 +366,13 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the seconds until the first token of an earlier prompt in the request's last step is due. If there are
-        several such prompts, return the smallest time. `tokens` is the sum over all prompts, which take `time` seconds.
-        A prompt that would be late even without the request does not count."""
+        """Return the seconds until the earliest due first token among earlier prompts. Only prompts that are computed
+        in the last step of the new request's prefill count. A prompt that would be late even without the new request
+        does not count.
+
+        `tokens` is the number of tokens of all prompts with the new request. They take `time` seconds. Returns
+        infinity if no prompt counts.
+        """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
         own = tokens - sum(work.tokens for work in prompts)
@@ -445,7 +452,8 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return the seconds until enough decoding requests have finished to reach `tbt` seconds between tokens."""
+        """Return the seconds until enough decoding requests have finished that the time between tokens is at most
+        `tbt` seconds. Returns infinity if even an idle worker is slower."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)
@@ -457,7 +465,8 @@ class SloAdmission:
         return self._horizon
 
     def _adapt(self, which: int, is_slower: bool) -> None:
-        """Raise a margin after a request that was slower than predicted, and lower it after any other request."""
+        """Raise a margin after a request that was slower than predicted, and lower it after any other request. `which`
+        is 0 for TTFT and 1 for TBT."""
         change = MARGIN_STEP * (MET_SHARE if is_slower else MET_SHARE - 1.0)
         self._margins[which] = min(MARGINS[1], max(MARGINS[0], self._margins[which] * (1.0 + change)))
 

@@ -6,7 +6,7 @@
               │
     accounts, pins, pages in transfer, compaction ── allocator
 
-`CacheState` creates each component after those that the component uses, and never replaces one.
+`CacheState` creates the components in the order of their dependencies. No component is replaced later.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class CacheState:
     # -- pages ----------------------------------------------------------------------------------
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
-        """Return the number of pages per size class for this many blocks of tokens (`rows`), states (`states`) and
-        blocks of images (`media`)."""
+        """Return the number of pages of each size class that `rows` blocks of tokens, `states` states and `media`
+        blocks of images need."""
         needs = self.pages.needs(rows)
         if states:
             needs = [a + b for a, b in zip(needs, self.states.needs(states), strict=True)]
@@ -165,8 +165,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If pages
-        are missing, nothing is charged."""
+        """Evict until the pages of `needs` are free, and charge them to `account`. Returns the number of missing
+        pages. If pages are missing, nothing is charged."""
         missing = self.allocator.free_pages(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))
@@ -174,17 +174,18 @@ class CacheState:
 
     @staticmethod
     def release(account: Account, columns: BlockPages, rows: Ids) -> None:
-        """Drop one use of every page in `rows`. The pages are charged to `account`."""
+        """Remove one reference from every page in `rows`, and update `account`, to which the pages are charged."""
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue the copy of `source` to `target`. The caller's use of `source` passes to the pending copy."""
+        """Queue the copy of the pages `source` to `target`. The pending copy takes over the caller's reference to
+        `source`, so the caller must not release it."""
         self.copies.add_rows(columns, source, target)
         self.copies.retain_sources(columns, source, account)
 
     # -- rows of the block tables ---------------------------------------------------------------
 
     def set_window_edges(self, row: int, position: int) -> None:
-        """Set the first block inside each window for a query at `position`."""
+        """Record the first block inside each window of a row, for a query at `position`."""
         for window, visibility in enumerate(self.tree.windows):
             self.block_tables.first[window, row] = visibility.first_visible(position) // self.block_tokens

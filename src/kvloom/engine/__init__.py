@@ -10,6 +10,7 @@
     sampling/             from logits to tokens, text and beams
     speculation/          draft tokens: proposers, verification, the number of draft tokens
     offload/              pages between the pool and the tiers
+    encoding/             encode workers: image embeddings by hash
     image_prompts.py      prompts of text and images, by the model's processor
     preflight.py          check_engine: refuses settings before anything is loaded
     calibration.py        calibrate: static scales for int8 and fp8
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration import Calibration, calibrate
     from .config import EngineConfig, OffloadConfig, Role, engine_config
+    from .encoding import Encoder, open_encoder
     from .engine import Engine
     from .execution import default_token_budget, use_threads
     from .image_prompts import encode_image_prompt, load_processor
@@ -50,6 +52,7 @@ __all__ = [
     "Calibration",
     "Completion",
     "Delta",
+    "Encoder",
     "Engine",
     "EngineConfig",
     "Finish",
@@ -74,6 +77,7 @@ __all__ = [
     "engine_config",
     "engine_settings",
     "load_processor",
+    "open_encoder",
     "opened_tiers",
     "use_threads",
 ]
@@ -81,6 +85,7 @@ __all__ = [
 _MODULES = {
     "calibration": ("Calibration", "calibrate"),
     "config": ("EngineConfig", "OffloadConfig", "Role", "engine_config"),
+    "encoding": ("Encoder", "open_encoder"),
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
     "image_prompts": ("encode_image_prompt", "load_processor"),

@@ -34,8 +34,11 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Scales for storing K and V as `dtype` (int8 or fp8), measured on `tokens` tokens. `sizes` are the measured
-    largest values by layer, field and head, from which `scales` are computed."""
+    """Scales for storing K and V as `dtype` (int8 or fp8), measured on `tokens` tokens of `prompts` prompts.
+
+    `sizes` has one measured absolute value per layer, field and head: the maximum, or the `percentile`. `scales` are
+    computed from these values.
+    """
 
     model: str
     dtype: str
@@ -46,7 +49,7 @@ class Calibration:
 
     @property
     def scales(self) -> Scales:
-        """The scales by layer and field. A head with only zeros gets the scale for values up to 1."""
+        """The scales by layer and field. A head whose values are all zero gets a scale that covers values up to 1."""
         most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
@@ -68,10 +71,10 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that record the largest absolute value of every written token and head.
+    """Pages that measure K and V while a model runs: the largest absolute value of each written token and head.
 
-    For a percentile, the values of all tokens are stored: 4 bytes each for K and V, per token, head and layer.
-    Otherwise only the maximum is stored.
+    With `every`, all of these values are stored, as a percentile needs them. They take 4 bytes each for K and V, per
+    token, head and layer. Otherwise only the maximum per head is stored.
     """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
@@ -120,7 +123,7 @@ class _Recorder(Pages):
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """Return one size per head: the largest value, or the percentile of all values."""
+        """Return one absolute value per head, by layer and field: the maximum, or the percentile over all tokens."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()
@@ -149,9 +152,9 @@ def calibrate(
 ) -> Calibration:
     """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
 
-    With a `percentile` below 100, values above the percentile are clamped. Long prompts run in pieces of `context`
-    tokens. Calls `progress(done, total)`. Afterwards an engine can use the model. Raises ValueError for invalid
-    arguments before anything runs.
+    With a `percentile` below 100, the scales cover only values up to this percentile, and larger values will be
+    clamped. Long prompts run in pieces of `context` tokens. Calls `progress(done, total)`. The model is not changed, so
+    an engine can use it afterwards. Raises ValueError for invalid arguments before anything runs.
     """
     if dtype not in QUANTISED:
         raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")

@@ -17,7 +17,7 @@ from kvloom.combinations import refused
 from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
-from kvloom.tiers import OpenTier
+from kvloom.tiers import OpenTier, parse_tier, scheme_of
 from kvloom.tiers.transfers import TransferConfig
 
 from .sampling import GrammarLimits
@@ -26,7 +26,7 @@ __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
-Role = Literal["both", "prefill", "decode"]
+Role = Literal["both", "prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class OffloadConfig:
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
     hand_over_seconds: float = 10.0
-    """Longest time without a new page from a prefill worker, in seconds. Afterwards the rest is computed here."""
+    """Longest time without a new page from a prefill worker, in seconds. After it, this worker computes the rest itself."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class EngineConfig:
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
     max_pool_bytes: int | None = None
-    """Largest size of an elastic pool in bytes, which grows and shrinks while serving. None means that the pool keeps
+    """Largest size in bytes of an elastic pool, which grows and shrinks while serving. None means that the pool keeps
     its size.
     """
     min_pool_bytes: int | None = None
@@ -98,7 +98,7 @@ class EngineConfig:
     """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
     checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
-    "auto" is "suffix". The controller decides whether and how far they are used."""
+    "auto" is "suffix". The controller decides whether proposers are used, and how long drafts are."""
     draft_tokens: int | None = None
     """Largest number of draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
     heads of the checkpoint, and 16 for "ngram" and "suffix"."""
@@ -115,7 +115,12 @@ class EngineConfig:
     slo_tbt: float | None = None
     """Default objective for the time between tokens, in milliseconds. None means no objective."""
     role: Role = "both"
-    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps."""
+    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps.
+    "encode" only encodes images for other workers, and is a role of `kvloom serve`."""
+    encoders: Sequence[str] = ()
+    """Encode workers that encode the images of this engine: `peer://HOST:PORT?secret=FILE`."""
+    encode_seconds: float = 10.0
+    """Longest time to wait for the embeddings of an image, in seconds. Afterwards the image is encoded here."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
@@ -157,6 +162,12 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
+        for url in self.encoders:
+            if scheme_of(url) != "peer":
+                raise ValueError(f"encoder {url!r} is not a peer: write peer://HOST:PORT?secret=FILE")
+            parse_tier(url)
+        if self.encode_seconds <= 0:
+            raise ValueError(f"encode_seconds {self.encode_seconds} must be positive")
         self._check_proposers()
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")

@@ -23,10 +23,12 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.paged import ImageInputs
+from kvloom.models.loading import vision_fingerprint
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
+from .encoding import RemoteEncoders
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
@@ -68,6 +70,7 @@ from .speculation import (
     draft_positions,
     load_draft,
     load_head,
+    longest_draft,
 )
 
 if TYPE_CHECKING:
@@ -79,8 +82,9 @@ STRONG_MATCH = 6
 """If another proposer follows a lookup proposer, the lookup must match at least this many tokens. After a shorter
 match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Smallest limit of the positions at which a step with drafts samples. If more requests run, the limit is one position
-per running request."""
+"""A step with drafts can sample at this many positions at least. If `max_running` requests with drafts have more
+positions, it can sample at all of them, up to `DRAFT_STEP_TOKENS`. It can always sample one token of each request.
+"""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -110,12 +114,18 @@ class Engine:
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
+        # Before the weights are fused.
+        image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
         memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
+        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_rows = 0
+        if config.speculate != "off":
+            wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
+            draft_rows = max(config.max_running, MIN_DRAFT_ROWS, wanted)
         self.runner = ModelRunner(
             model,
             self.cache,
@@ -127,7 +137,9 @@ class Engine:
             self.vision,
             memory.batch_invariant,
             2 * draft_rows,
+            draft_length=draft_length,
         )
+        self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None if the engine has no tiers."""
         if config.tiers:
@@ -140,6 +152,12 @@ class Engine:
             if memory.batch_invariant:
                 self.offload.cold = None
                 self.offload.cold_refusal = refused("batch_invariant, cold pages")
+        self.encoders: RemoteEncoders | None = None
+        """Encode workers. None if images are encoded here."""
+        if config.encoders and self.vision is not None:
+            self.encoders = RemoteEncoders(
+                config.encoders, image_part, self.vision.embedding_shape, config.encode_seconds
+            )
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
@@ -193,8 +211,9 @@ class Engine:
         return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
-        """Return the proposer of a draft model or head. It shares the pool and the buffers of batches with the target
-        model."""
+        """Return the proposer of a draft model or head. The draft shares the pool and the buffers of batches with the
+        target model.
+        """
         config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
@@ -205,7 +224,7 @@ class Engine:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
             return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
-        runner = ModelRunner(
+        runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
@@ -213,6 +232,7 @@ class Engine:
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
         return DraftModelProposer(runner, *beside, sampled, complete)
 
@@ -225,6 +245,9 @@ class Engine:
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
         self.runner.capture(progress)
+        if self._draft_runner is not None:
+            self._draft_runner.warm_up(lambda _: None)
+            self._draft_runner.capture(progress)
 
     def add(
         self,
@@ -245,18 +268,17 @@ class Engine:
 
         | argument       | meaning                                                                                      |
         |----------------|----------------------------------------------------------------------------------------------|
-        | `text`         | decodes each token when it arrives (about 20 µs), so that the text can be streamed           |
-        | `images`       | the output of the model's processor for each image, in the order of the placeholders         |
+        | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
+        | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
         | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |
         | `resume`       | output tokens that another engine generated; the request continues after them                |
-        | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
-        | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
-        | `slo`          | objective of the request, over those of its tenant and of the engine                          |
+        | `offers_pages` | offload the pages of each computed chunk at once, so that another worker can load them       |
+        | `awaits_peer`  | host:port of the worker that computes the prompt; the request waits for pages from its peer tier |
+        | `slo`          | objective of the request; it overrides those of its tenant and of the engine                  |
         | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
 
-        A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
-
-        An image is the output of the model's processor (a mapping of tensors), or pixels."""
+        A request that cannot meet its objective gets the finish reason "slo", at once or after it was deferred.
+        """
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -264,11 +286,7 @@ class Engine:
             params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
         ):
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
-        control = control or CacheControl()
-        if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
-            control = replace(
-                control, lossy=False
-            )  # no tier re-encodes pages, so all requests can share pages
+        control = self._with_known_lossy(control or CacheControl())
         image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -308,9 +326,43 @@ class Engine:
         self._request_count += params.samples
         return request
 
+    def images_to_request(
+        self, prompt: Many[int], images: Many[Image], control: CacheControl, awaits_peer: str | None = None
+    ) -> list[int]:
+        """Return the indexes of the images whose embeddings the prompt needs and this engine lacks. Does not modify
+        the cache and encodes nothing. Raises ValueError if prompt and images do not match.
+
+        An image is not needed if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
+        The images of a request that may not read or store, and those of a prompt that another worker computes, are
+        not requested. If the token count of an image is not known yet, all images are needed.
+        """
+        if self.vision is None or not (control.read and control.store):
+            return []
+        control = self._with_known_lossy(control)
+        needed = list(range(len(images)))
+        if all(map(self.vision.has_count, images)):
+            if awaits_peer is not None:
+                return []
+            media = self.vision.read_prompt(prompt, images, control.tenant).media
+            match = self.cache.match(prompt, control, media)
+            needed = [
+                i
+                for i, item in enumerate(media)
+                if item.stop > match.resume and not self.cache.has_media(match, item)
+            ]
+        store = self.vision.store
+        return [i for i in needed if store is None or not store.has(images[i])]
+
+    def _with_known_lossy(self, control: CacheControl) -> CacheControl:
+        """Return `control`, not lossy if no tier re-encodes pages. All requests can then share pages."""
+        if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
+            return replace(control, lossy=False)
+        return control
+
     def _prepare_samples(self, request: Request, grammar: Grammar | None, text: bool) -> None:
-        """Give each sample of a request its grammar state and its text stream. Waits for the compilation if `grammar`
-        is missing."""
+        """Set the grammar state and the text stream of each sample of a request. If the request needs a grammar and
+        `grammar` is None, compile the grammar and wait for it.
+        """
         params, structure = request.params, request.params.structure
         if structure is not None and grammar is None:
             grammar = self._open_grammars().compile(*structure)
@@ -327,8 +379,12 @@ class Engine:
                 )
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
-        """Return the objective of a request. Values come from the request first, then from its tenant, then from
-        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
+        """Return the objective of a request. A value is taken from the request if set, else from its tenant, else from
+        the engine.
+
+        A request that offers its pages has no objective, because another worker generates its answer. An embedding has
+        only the objective that it was `given`.
+        """
         if request.offers_pages:
             return Objective()
         own = given or Objective()
@@ -381,10 +437,13 @@ class Engine:
         return self.cache.end_session(session)
 
     def set_role(self, role: Role) -> None:
-        """Change the role. "prefill" offers the pages of every later request to other workers. "decode" limits
-        prompt tokens per step, so that a prompt does not delay decoding requests. Raises ValueError for "prefill"
-        without shared host memory.
+        """Change the role to "both", "prefill" or "decode".
+
+        "prefill" offers the pages of every later request to other workers. "decode" limits prompt tokens per step, so
+        that a prompt does not delay decoding requests. Raises ValueError for "prefill" without shared host memory.
         """
+        if role == "encode":
+            raise ValueError("role encode is a role of `kvloom serve`: an engine cannot have it")
         if role == "prefill" and self.peer_address is None:
             raise ValueError(
                 "role prefill needs host memory that decode workers can read: add the tier host:SIZE?share=HOST:PORT"
@@ -493,6 +552,9 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        if self.encoders is not None:
+            self.encoders.close()
+            self.encoders = None
         if self.offload is not None:
             with suppress(RuntimeError):
                 self._make_copies()
@@ -511,8 +573,9 @@ class Engine:
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process the tokens of a step. If this fails, discard the step that was launched after it, because that
-        step depends on these tokens.
+        """Wait for the tokens of `step` and apply them to its requests. `launched_since` is the work of the next step,
+        if it is already launched. If this call fails, the next step is discarded too, because it depends on these
+        tokens.
         """
         try:
             if self.offload is not None:
@@ -614,7 +677,7 @@ class Engine:
         self._make_copies()
 
     def _make_copies(self) -> None:
-        """Run the pending copies inside the pool. A copy that fails stays pending, and may run twice."""
+        """Run the pending copies inside the pool. A copy that fails stays pending, and the next call runs it again."""
         if not self._copies:
             return
         try:
@@ -632,8 +695,11 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the other samples of requests whose prompt is computed. Return the requests to sample, and their rows of
-        logits. Running requests come first. Forks that cannot start yet, because rows or pages are missing, come last.
+        """Start the other samples (`n` > 1) of the requests whose prompt this step has computed.
+
+        Return the requests to sample, and the row of logits for each. The given requests come first, then their
+        samples. A sample uses the logits of its request. Samples that have no pages yet come last, and wait to be
+        recomputed.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):

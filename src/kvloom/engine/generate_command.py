@@ -33,7 +33,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     image = "image of a vision model, for the next placeholder (such as <image>) in every prompt; repeatable"
     add("--image", action="append", default=[], metavar="FILE", help=image)
-    add("--max-tokens", type=whole(1), default=64, metavar="N", help="most new tokens (default: 64)")
+    add(
+        "--max-tokens",
+        type=whole(1),
+        default=64,
+        metavar="N",
+        help="largest number of new tokens (default: 64)",
+    )
     add(
         "--temperature",
         type=number(0),

@@ -26,6 +26,7 @@ from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
 
 from .config import engine_config
+from .encoding import RemoteEncoders
 from .engine import Engine
 from .execution import default_token_budget, use_threads
 from .image_prompts import encode_image_prompt, load_processor
@@ -283,8 +284,8 @@ class LLM:
         text: bool = False,
         slo: Objective | None = None,
     ) -> tuple[list[Any], list[Request]]:
-        """Return the prompts as a list, and their requests. If one prompt is refused, raises ValueError and adds
-        none.
+        """Add all prompts to the engine. Return the prompts as a list, and their requests. If one prompt is refused,
+        raises ValueError and adds none.
         """
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)
@@ -304,11 +305,28 @@ class LLM:
             for prompt, mine, cached in zip(many, each, controls, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images = self._read_prompt(prompt)
+                if images and self.engine.encoders is not None:
+                    images = self._encoded(self.engine.encoders, ids, images, cached or CacheControl())
                 requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo))
         except BaseException:
             self._cancel(requests)
             raise
         return many, requests
+
+    def _encoded(
+        self, encoders: RemoteEncoders, ids: list[int], images: list[Any], control: CacheControl
+    ) -> list[Any]:
+        """Return the images, with embeddings of encode workers for those that the cache lacks. Waits for them."""
+        vision = self.engine.vision
+        assert vision is not None
+        known = [vision.read_image(one, control.tenant, control.read, control.store) for one in images]
+        pending = {
+            place: encoders.request(known[place])
+            for place in self.engine.images_to_request(ids, known, control)
+        }
+        for place, one in pending.items():
+            known[place] = replace(known[place], embeddings=one.result())
+        return known
 
     def _cancel(self, requests: list[Request]) -> None:
         for request in requests:

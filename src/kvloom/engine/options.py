@@ -20,7 +20,7 @@ __all__ = ["add_engine_arguments", "engine_settings"]
 
 KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file from `kvloom calibrate`"
 LOAD_FORMAT = (
-    "'random' uses random weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"
+    "random: create random weights; MODEL may then also be a config.json or a name of `kvloom plan --list`"
 )
 POLICY = f"which cached pages are evicted first: {', '.join(POLICIES)}, or an entry point of kvloom.policies (default: lru)"
 CHECKPOINT = (
@@ -28,19 +28,25 @@ CHECKPOINT = (
     "take more of the pool (default: 0, only where prompts end or branch)"
 )
 TIER = (
-    "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
+    "a tier; give the fastest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
 EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 ROLE = (
     "prefill: offer the pages of every prompt to other workers; decode: pull pages that prefill workers compute; "
-    "both: on request (default: both; docs/disaggregation.md)"
+    "encode: only encode images for other workers (needs --tier host:SIZE?share=PORT); "
+    "both: each request selects it (default: both; docs/disaggregation.md)"
 )
+ENCODER = (
+    "encode worker that encodes the images of requests: peer://HOST:PORT?secret=FILE, the address that it shares; "
+    "repeatable (default: images are encoded here; docs/disaggregation.md)"
+)
+ENCODE = "seconds to wait for an encode worker, after which the image is encoded here (default: 10)"
 HAND_OVER = (
     "seconds without a new page from a prefill worker, after which the rest is computed here (default: 10)"
 )
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
-INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+INVARIANT = "make the tokens of a request independent of the other requests in a batch, also on a GPU; slower"
 SPECULATE = (
     "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
     "draft=MODEL (a small model with the same tokenizer), mtp (multi-token-prediction heads of the checkpoint), "
@@ -69,19 +75,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=whole(1),
         metavar="N",
-        help="tokens of a sequence at most (default: the model's limit)",
+        help="largest number of tokens of a sequence (default: the model's limit)",
     )
 
     add = parser.add_argument_group("KV cache").add_argument
-    pool = "size of the page pool (default: 1GiB; on a GPU the memory left)"
+    pool = "size of the page pool (default: 1GiB; on a GPU the memory that --memory-fraction leaves)"
     add("--pool", type=size, metavar="SIZE", dest="pool_bytes", help=pool)
     add("--max-pool", type=size, metavar="SIZE", dest="max_pool_bytes",
         help="let the pool grow to this size while serving, and shrink again (default: it keeps its size)")  # fmt: skip
     add("--min-pool", type=size, metavar="SIZE", dest="min_pool_bytes",
-        help="with --max-pool: size that the pool never falls below (default: an eighth of --pool)")  # fmt: skip
+        help="with --max-pool: smallest size of the pool (default: an eighth of --pool)")  # fmt: skip
     free = "with --max-pool: device memory left to other processes; the pool shrinks when they need more (default: 1GiB)"
     add("--keep-free", type=size, default="1GiB", metavar="SIZE", help=free)
-    idle = "with --max-pool: seconds without a request after which unused memory is given back (default: 30)"
+    idle = (
+        "with --max-pool: seconds without a request after which the pool releases unused memory (default: 30)"
+    )
     add("--idle-seconds", type=number(0), default=30.0, metavar="S", help=idle)
     fraction = "share of GPU memory to use, without --pool (default: 0.9)"
     add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
@@ -92,12 +100,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
-    add("--role", choices=("both", "prefill", "decode"), default="both", help=ROLE)
+    add("--role", choices=("both", "prefill", "decode", "encode"), default="both", help=ROLE)
     add("--hand-over-seconds", type=number(0, above=True), default=10.0, metavar="S", help=HAND_OVER)
+    add("--encoder", action="append", default=[], dest="encoders", metavar="PEER", help=ENCODER)
+    add("--encode-seconds", type=number(0, above=True), default=10.0, metavar="S", help=ENCODE)
     add("--kv-events", metavar="ADDRESS", help=EVENTS)
-    add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
+    add(
+        "--kv-events-replay",
+        metavar="ADDRESS",
+        help="with --kv-events: address at which routers request past events",
+    )
     add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
-        help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
+        help="with --kv-events: format of block hashes: signed 64-bit integers, or all their bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("objectives (docs/admission.md)").add_argument
@@ -105,22 +119,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-tbt", type=number(0, above=True), metavar="MS", help=SLO_TBT)
 
     add = parser.add_argument_group("steps and limits").add_argument
-    budget = "prompt tokens computed per step (default: depends on the device)"
+    budget = "largest number of prompt tokens in a step (default: depends on the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add(
         "--max-running",
         type=whole(1),
         default=256,
         metavar="N",
-        help="answers running at once (default: 256)",
+        help="largest number of answers that run at once (default: 256)",
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
     add("--speculate", default="off", metavar="HOW", help=SPECULATE)
-    drafts = "draft tokens of a request in one step at most (default: 4 of a draft model or EAGLE head, 3 of mtp, else 16)"
+    drafts = "largest number of draft tokens of a request in one step (default: 4 for a draft model or EAGLE head, 3 for mtp, else 16)"
     add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
-    seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
+    seconds = "limit of CPU seconds to compile one grammar, and for its masks in each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
-    memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
+    memory = "limit of the memory of one grammar; all grammars together may use eight times as much (default: 256MiB)"
     add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=memory)
 
 

@@ -72,8 +72,9 @@ def check_engine(
 
 
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the smallest slab size with which a host tier can store the pages of a pool. Raises ValueError if the tier
-    is smaller than a slab."""
+    """Return the slab size of a host tier of `capacity` bytes: the least common multiple of the pool's slab size and
+    the memory page size. Raises ValueError if the tier is smaller than one slab.
+    """
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
         raise ValueError(
@@ -125,7 +126,7 @@ def _check_gpu(device: str) -> None:
 
 
 def _spec(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None, static: bool) -> ModelSpec | None:
-    """Return the layer specs, or None for a config that only transformers can read."""
+    """Return the layer specs of a model, or None for a config that only transformers can read."""
     if dtype != "auto":
         config = {**config, "dtype": dtype}
     try:
@@ -136,7 +137,7 @@ def _spec(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None, static: 
 
 
 def _check_scales(kv_dtype: KVDtype | None, source: str | os.PathLike[str], spec: ModelSpec | None) -> None:
-    """Raise ValueError for scales without a quantised layer, or for a missing file."""
+    """Raise ValueError if scales are configured but no layer is quantised, or if the file of scales is missing."""
     every, by_kind = kv_dtypes(kv_dtype)
     dtypes = {every, *by_kind.values()}
     if spec is not None:

@@ -47,8 +47,11 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
 
 @dataclass(slots=True, eq=False)
 class SloState:
-    """The objective of a request, its prediction at admission, its refusal, and its measured times. The predicted
-    TTFT counts from the arrival. Times are on the cache's clock, and 0 means "not yet"."""
+    """The objective of a request, its prediction at admission, its refusal, and its measured times.
+
+    The predicted TTFT counts from the arrival. `first_token` and `last_token` are times on the cache's clock, or 0
+    before that token has arrived.
+    """
 
     objective: Objective
     arrived: float
@@ -59,8 +62,9 @@ class SloState:
     last_token: float = 0.0
 
     def tbt(self, tokens: int) -> float | None:
-        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, and until the last
-        token has arrived."""
+        """Return the mean seconds between tokens of an output of `tokens` tokens. Returns None for a single token, and
+        until the last token has arrived.
+        """
         if tokens < 2 or not self.last_token:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
@@ -190,8 +194,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, which all samples share. It is created at first use, while the device may be
-        busy."""
+        """The prompt as an array, which all samples share. It is created at first use."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
@@ -199,8 +202,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. Its `read` is off if the request skips the cache or must compute every
-        prompt token.
+        """The cache control for a match. It does not read the cache if the request skips the cache or must compute
+        every prompt token. It does not store if the request skips the cache or is long.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -209,7 +212,9 @@ class Request:
         return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:
-        """Record the cached tokens of the first start. Later starts do not count."""
+        """Record how many tokens were cached when the request started for the first time. Later starts, such as after a
+        preemption, do not change the number.
+        """
         if self.cached_tokens is None:
             self.cached_tokens = tokens
 
@@ -222,13 +227,15 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are requested and missing. If so, every prompt token is computed."""
+        """Whether the request asks for prompt log-probabilities that are not complete yet. Every prompt token is then
+        computed.
+        """
         wanted = self.params.prompt_logprobs is not None and self.parent is None
         return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
 
     @property
     def computes_prompt_logprobs(self) -> bool:
-        """Whether the next tokens of the request give prompt log-probabilities."""
+        """Whether the next tokens of the request are prompt tokens whose log-probabilities are wanted."""
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:

@@ -1,7 +1,7 @@
 """Events in msgpack, and block hashes in the form in which they are sent.
 
-vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array with the name first. This
-module writes maps and reads both.
+vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array whose first element is the
+event name. This module writes maps and reads both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = [
 
 GPU = "GPU"
 MEDIA = (GPU, "CPU", "DISK", "STORAGE")
-"""Media in the order of their distance: device pool, host memory, local disk, a store that workers share."""
+"""Media in the order of their distance from the device: device pool, host memory, local disk, a store that workers
+share."""
 WireHash = int | bytes
 _NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
 
@@ -41,8 +42,10 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen
     """Pages of layer group `group_idx` were stored for consecutive blocks with the hashes `block_hashes`.
 
     `parent_block_hash` is the hash of the block before them. None means that the first block starts the prompt.
-    `token_ids` has the tokens of all blocks in msgpack, with `block_size` tokens per hash. Readers that trust the
-    hashes do not decode the tokens. A partial last block has a separate event, with a smaller `block_size`."""
+    `token_ids` are the tokens of all blocks, with `block_size` tokens per hash. They stay encoded as msgpack until
+    `tokens` is read, so readers that need only hashes save time. A partial last block has a separate event, with a
+    smaller `block_size`.
+    """
 
     block_hashes: list[WireHash]
     parent_block_hash: WireHash | None
@@ -145,7 +148,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def raw_tokens(tokens: bytes) -> msgspec.Raw:
-    """Return token bytes as msgpack."""
+    """Return token bytes as an encoded msgpack array, which `encode_batch` inserts unchanged."""
     return msgspec.Raw(_encoder.encode(np.frombuffer(tokens, "<i4").tolist())) if tokens else _NO_TOKENS
 
 

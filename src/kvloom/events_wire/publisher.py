@@ -5,12 +5,12 @@
                                     ▼                                                     ▼ publisher thread
                               mirror of all hashes ──▶ snapshot, on request         PUB socket, replay buffer
 
-A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch
-is not used again, so subscribers notice the gap and request a snapshot. Pages of images are not published.
+A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch is
+not used again. Subscribers therefore notice the gap and request a snapshot. Pages of images are not published.
 
-Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these
-events have no parent and no tokens. If a block moves from the pool to host memory, there are two events: stored in
-CPU, then removed from GPU.
+Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these events
+have no parent and no tokens. If a block moves from the pool to host memory, there are two events: stored in CPU, then
+removed from GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger("kvloom.events")
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the message that ends a replay."""
 SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
-"""A replay request with this start asks for a snapshot instead of past batches."""
+"""A replay request whose start is this number asks for a snapshot instead of past batches."""
 MAX_QUEUED_BATCHES = 20_000
 REPLAY_BATCHES = 10_000
 SNAPSHOT_BLOCKS = 4096
@@ -140,7 +140,7 @@ class WirePublisher:
         self._wake.set()
 
     def _reflect(self, events: Iterable[tuple[Event, bool]]) -> None:
-        """Apply events to the mirror. Takes about 0.2 µs per block."""
+        """Apply events to the mirror, the index of all published hashes. Takes about 0.2 µs per block."""
         for event, _ in events:
             groups = [index for index in event.groups if index in self._groups]
             if not groups:
@@ -187,10 +187,13 @@ class WirePublisher:
             self.published += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a replay request. Its frames are the client, an empty frame and the start number. The last message
-        of the answer has the sequence number END."""
+        """Answer a replay request. `frames` are the client's address, an empty frame and the first sequence number
+        that it needs. The last message of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
-            log.warning("a replay request with %d frames is invalid: send 8 bytes of sequence", len(frames))
+            log.warning(
+                "a replay request with %d frames is invalid: send an empty frame and 8 bytes of sequence number",
+                len(frames),
+            )
             return
         client, _, start = frames
         if start == SNAPSHOT:
@@ -203,10 +206,11 @@ class WirePublisher:
         self._replay.send_multipart((client, b"", END, b""))
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
-        """Return messages from which a subscriber rebuilds the index of this worker. Each message has the sequence
-        number of the last batch that the snapshot contains.
+        """Return a snapshot: messages from which a subscriber rebuilds the index of this worker. Each message is a
+        sequence number and a payload. The number is that of the last batch that the snapshot contains.
 
-        Holds the lock for about 0.1 µs per block."""
+        Holds the lock for about 0.1 µs per block.
+        """
         with self._lock:
             last = self._sequence - 1
             entries = self._mirror.entries()
@@ -243,7 +247,8 @@ class WirePublisher:
         return list(hashes) if self.settings.hashes == "bytes" else list(wire_hashes(list(hashes)))
 
     def _wire_stored(self, event: Stored, is_first: bool) -> list[WireEvent]:
-        """Return one event per group, the full-attention group first."""
+        """Return the events to send for one stored event: one per layer group, the full-attention group first.
+        `is_first` states that the first block starts a prompt, so it has no parent."""
         medium = MEDIUM_NAMES.get(event.medium, "STORAGE")
         hashes = self._hashes(event.hashes)
         parent = None if is_first else self._hashes([event.parent])[0]

@@ -14,8 +14,9 @@ class EventSettings:
     """The addresses at which a worker publishes. `endpoint` and `replay` are ZMQ addresses to bind, such as
     tcp://127.0.0.1:5557.
 
-    `hashes` selects the form of block hashes. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
-    "bytes" sends whole hashes."""
+    `hashes` selects how block hashes are sent. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
+    "bytes" sends whole hashes.
+    """
 
     endpoint: str
     replay: str | None = None
@@ -45,8 +46,8 @@ def _is_address(address: str) -> bool:
 
 
 def offset_port(address: str | None, offset: int) -> str | None:
-    """Return a TCP address with `offset` added to its port. Any other address gets `offset` as a suffix. vLLM
-    derives the addresses of its ranks in the same way."""
+    """Return the address for rank `offset`, derived as in vLLM. A TCP address gets `offset` added to its port. Any
+    other address gets `offset` as a suffix."""
     if address is None or not offset:
         return address
     if not address.startswith("tcp://"):

@@ -7,8 +7,8 @@
     another earlier batch             a duplicate: ignore it
     first contact                     get a snapshot, because the worker may have pages already
 
-If no snapshot is available, the pages of the worker are removed from the index. A wrong entry of the index makes a
-worker recompute a prefix. It never changes a token.
+If no snapshot is available, the pages of the worker are removed from the index. A wrong entry of the index can only
+make a worker recompute a prefix. It never changes a token.
 """
 
 from __future__ import annotations
@@ -105,15 +105,16 @@ class Subscriber:
                 self._deliver(sequence, frames[2])
 
     def _is_newer(self, payload: bytes) -> bool:
-        """Return whether a batch is newer than the last batch. If a newer batch has a smaller sequence number, the
-        worker has restarted."""
+        """Return whether a batch was sent later than the last applied batch. If its sequence number is smaller
+        nevertheless, the worker has restarted."""
         try:
             return self._decoder.decode(payload).ts > self._last_at
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
     async def _fill(self, context: Any, sequence: int) -> bool:
-        """Replay the batches before `sequence`. Returns False if some of them are no longer available."""
+        """Apply the batches between the last applied batch and `sequence`, from a replay. Returns False if some of
+        them are no longer available."""
         if self._last is None:
             return False
         first = self._last + 1
@@ -127,8 +128,8 @@ class Subscriber:
         return self._last + 1 >= sequence
 
     async def _resync(self, context: Any) -> None:
-        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so for vLLM the past
-        batches are applied."""
+        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so for vLLM all past
+        batches that are still available are applied instead."""
         self.counts.is_synced = False
         self._last = None
         self._apply(EventBatch(0.0, [AllBlocksCleared()]))
@@ -157,8 +158,8 @@ class Subscriber:
         self._apply(batch)
 
     async def _ask(self, context: Any, start: bytes) -> list[tuple[int, bytes]] | None:
-        """Return the messages of a replay. Returns None if the worker has no replay socket or does not answer in
-        time."""
+        """Request a replay from sequence number `start`, and return its messages. Returns None if the worker has no
+        replay socket or does not answer in time."""
         import zmq
 
         if self._replay is None:

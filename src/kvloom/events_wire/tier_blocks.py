@@ -1,4 +1,4 @@
-"""The blocks of one tier, from the changes of its pages, as events."""
+"""Converts the changes of one tier's pages to block events."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ Changes = Iterable[tuple[bool, bytes, int, bytes]]
 
 
 class TierBlocks:
-    """Converts changes of pages to events. A block counts as stored in `medium` when the tier has its pages in all
-    forms of a layer group. `take` returns the changes of pages since its last call. `forms` are the fingerprints of the
-    forms, by layer group. Pages of other forms are ignored. A page of one of `state_groups` is a state at the end of
-    its block, so its event contains only the hash of the last unit. Not thread-safe."""
+    """The blocks of one tier. Converts changes of its pages to events. Not thread-safe.
+
+    A block counts as stored in `medium` when the tier has its pages in all forms of a layer group. `take` returns the
+    changes of pages since its last call. `forms` are the fingerprints of the forms, by layer group. Pages of other
+    forms are ignored. A page of one of `state_groups` is a state at the end of its block, so its event contains only
+    the hash of the last unit.
+    """
 
     def __init__(
         self,
@@ -34,11 +37,12 @@ class TierBlocks:
         self._stored: dict[int, dict[bytes, int]] = {group: {} for group in self._bits}
         self._units: dict[tuple[int, bytes], tuple[bytes, ...]] = {}  # of complete blocks with several units
         self._counts: dict[int, Counter[bytes]] = {group: Counter() for group in self._bits}
-        """Number of complete blocks that contain each unit. A unit may belong to a partial block and to the whole
-        block."""
+        """Number of complete blocks that contain each unit. A unit may be part of two blocks: a partial block, and the
+        full block that starts with the same tokens."""
 
     def poll(self) -> list[Event]:
-        """Return the events of the changes since the last call. Consecutive changes of one kind are one event."""
+        """Return the events of the changes since the last call. Consecutive changes of the same group and kind (stored
+        or removed) become one event."""
         events: list[Event] = []
         kind, hashes = (True, -1), list[bytes]()
         for is_stored, block_hash, group, form in self._take():
@@ -52,7 +56,8 @@ class TierBlocks:
         return events + self._event(*kind, hashes)
 
     def _apply(self, is_stored: bool, block_hash: bytes, group: int, bit: int) -> bool:
-        """Return whether a change completes a block, or makes a complete block incomplete."""
+        """Record a change of one page. Return whether the change completes its block, or makes a complete block
+        incomplete."""
         stored, whole = self._stored[group], self._whole[group]
         before = stored.get(block_hash, 0)
         after = before | bit if is_stored else before & ~bit
@@ -63,8 +68,8 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Count the units of a block that was completed or removed. Return the units that belong to no other block
-        of the tier."""
+        """Update the counts of units after a block became complete or incomplete. Return the units that the tier now
+        has for the first time, or no longer has."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

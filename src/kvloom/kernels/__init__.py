@@ -1,5 +1,5 @@
-"""Kernels over the page pool's bytes. Each operation runs in plain torch (the oracle, and the CPU path) and in Triton
-on a GPU.
+"""Kernels over the page pool's bytes. Each operation has an oracle in plain torch, which is also the CPU path, and a
+Triton version for GPUs.
 
 | folder           | content                                                                                |
 |------------------|----------------------------------------------------------------------------------------|
@@ -12,6 +12,7 @@ on a GPU.
 | batch_invariant/ | torch operations whose results do not depend on the batch                                |
 | memory/          | elastic pool memory, the CUDA driver, views of layers over the pool                      |
 
-`cpu.py` calls the native loops of `_cpu.c`. `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton
-only when a CUDA tensor needs it. Kernels do not depend on the cache, models or requests.
+The oracle defines the correct result. Tests compare every kernel with its oracle. `cpu.py` calls the native loops of
+`_cpu.c`. `device.py` and `dtypes.py` are shared helpers. Triton is imported only when a CUDA tensor needs it. Kernels
+do not depend on the cache, models or requests.
 """

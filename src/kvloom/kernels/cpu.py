@@ -1,9 +1,9 @@
 """Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
 (`_cpu.c`).
 
-A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls, and
-attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with results
-equal up to rounding.
+A small model spends most of a step in the overhead of torch calls. Each function here replaces five to ten torch
+calls, and attention reads pages in place. Only float32 is supported (see `supports`). Other tensors run in torch, with
+results equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
@@ -138,7 +138,8 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """The tokens that the query of each row sees: `firsts` to `lengths` - 1, at least one. Built once per step."""
+    """The tokens that the query of each row sees: from `firsts` up to, but without, `lengths`. Each row sees at least
+    one token. Built once per step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -148,7 +149,9 @@ class VisibleTokens:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Return bounds that divide the heads of all rows into equal work per thread."""
+        """Divide the heads of all rows between threads, with equal work for each. Returns the bounds of the parts.
+        Head h of row r has the number r * heads + h. `products` is the number of multiplications per token and
+        head."""
         units = len(self.counts) * heads
         count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
@@ -182,7 +185,8 @@ def decode(
 
 
 class LayerPages:
-    """The K and V pages of a layer ([pages, block, heads, dim], float32). Their addresses stay constant over steps."""
+    """The K and V pages of a layer ([pages, block, heads, dim], float32). Built once, because their addresses do not
+    change between steps."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         _, self.block, self.heads, self.dim = k.shape
@@ -199,10 +203,11 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step with one new token per row: the pages of each row ([rows, blocks], int32) and its visible tokens.
+    """A step with one new token per row: the page ids of each row ([rows, blocks], int32) and its visible tokens.
 
-    `ordered` states that a row may see the token of an earlier row of the same sequence. Such rows run in order, in
-    one thread."""
+    `ordered` states that several rows may belong to one sequence. A row then sees the tokens of earlier rows, so all
+    rows run in order, in one thread.
+    """
 
     def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
         self.ordered = ordered
@@ -220,7 +225,8 @@ def attention_step(
     pages: LayerPages,
     rows: SingleTokenRows,
 ) -> torch.Tensor:
-    """Rotate q and k, write k and v to pages, and attend q, all in one native call.
+    """Rotate q and k, write k and v to pages, and attend q, all in one native call. Returns the outputs [rows, heads,
+    dim of v].
 
     `joined` [rows, (heads + 2 * KV heads) * dim] must be dense. It contains q, k and v of each row, and is modified.
     """

@@ -3,7 +3,7 @@
 | folder    | content                                                                                     |
 |-----------|---------------------------------------------------------------------------------------------|
 | specs/    | config.json to layer specs: reading, the table of families, known models. No torch            |
-| paged/    | the seams into Hugging Face code: attention, recurrent mixers, cross attention, the batch, pages |
+| paged/    | the places where Hugging Face code calls kvloom: attention, recurrent mixers, cross attention, pages |
 | vision/   | images in prompts: encoder, embeddings in pages, cross attention                              |
 | fusion/   | fewer, larger operations that replace those of modules                                        |
 | loading/  | checkpoints and random weights, the check that a model can run, its fingerprint               |

@@ -1,4 +1,4 @@
-"""The memory planner: KV memory of requests under three allocation schemes.
+"""The memory planner: compares the KV memory of requests under three allocation schemes.
 
 memory.py     Load, make_plan, render: the arithmetic and its tables
 command.py    `kvloom plan`

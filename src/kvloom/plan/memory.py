@@ -6,7 +6,8 @@
 | uniform    | every text and image token in every layer, in whole blocks, and its states             |
 | kvloom     | the pages that its last query can read, group by group, and its states                 |
 
-Waste is memory that no layer can read at the last query. The planner uses no device, and does not count weights.
+Waste is allocated memory that no layer can read at the last query. The planner uses no device, and does not count
+weights.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The memory that one paging scheme needs for the load: bytes for all requests, the wasted share of these bytes,
-    and how many requests fit into the GPU's memory."""
+    """The memory that one allocation scheme needs for the load. `bytes` is for all requests, and `waste` is the wasted
+    share of these bytes. `max_requests` is how many requests fit into the GPU's memory, or None if its size is not
+    given."""
 
     bytes: int
     waste: float
@@ -57,7 +59,7 @@ class Scheme:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The result of `kvloom plan`: the pool layout of a model, the memory that a load needs, and the waste of each
-    paging scheme. The command prints it."""
+    allocation scheme. The command prints the plan."""
 
     spec: ModelSpec
     layout: PoolLayout
@@ -70,8 +72,8 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The dtype of K and V. If kinds differ, it lists the dtype of each kind. None for a model with states
-        only."""
+        """The dtype of K and V. If layer groups have different dtypes, all of them, separated by commas. None for a
+        model that has only states."""
         kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
         return ", ".join(dict.fromkeys(kept)) or None
 
@@ -152,7 +154,8 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Return the length of the text stream in tokens. It includes images if the model places them in the stream."""
+    """Return the length of the text stream of one request in tokens. It includes image tokens if the model places them
+    between the text tokens."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)
 
@@ -178,9 +181,11 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """Return the part of `memory` that requests can certainly fill.
+    """Return how many bytes of `memory` requests can certainly use.
 
-    It is the number of whole slabs minus one slab per group, because the last slab of a group may be partly empty."""
+    These are all whole slabs, minus one slab per group with several pages per slab, because the last slab of such a
+    group may be partly empty.
+    """
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes
 

@@ -20,7 +20,9 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def ideal_hits(traffic: Traffic) -> list[int]:
-    """Return, for each prompt, how many of its first blocks an earlier request had. O(blocks)."""
+    """Return the hits of an unlimited cache: for each prompt, how many of its leading blocks an earlier request had.
+    O(blocks).
+    """
     seen = np.zeros(traffic.distinct, np.bool_)
     hits = []
     for request in traffic.requests:
@@ -30,11 +32,12 @@ def ideal_hits(traffic: Traffic) -> list[int]:
 
 
 def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
-    """Return, for each request, how many of its first blocks MIN hits with `capacity` blocks. Also return the
-    number of evicted blocks.
+    """Return, for each request, how many of its leading blocks are hits if MIN evicts from a cache of `capacity`
+    blocks. Also return the number of evicted blocks.
 
-    If a request is longer than the cache, only its beginning is stored. Blocks of one request with the same next
-    use are evicted together, deepest first, so the cost is O(log n) per such run."""
+    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the same
+    next use are evicted together, deepest first, so the cost is O(log n) per run of such blocks.
+    """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)
     inside = np.zeros(traffic.distinct, np.bool_)
@@ -70,7 +73,7 @@ def _leading(inside: npt.NDArray[np.bool_], blocks: Blocks) -> int:
 
 
 def _next_uses(rows: list[Blocks]) -> list[npt.NDArray[np.int64]]:
-    """Return, for each block of each request, the number of the next request that contains the block."""
+    """Return, for each block of each request, the index of the next request that contains the block."""
     lengths = [len(row) for row in rows]
     flat = np.concatenate(rows) if rows else np.empty(0, np.int32)
     owner = np.repeat(np.arange(len(rows)), lengths)

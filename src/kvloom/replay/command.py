@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["arguments", "run"]
 
 DEFAULT_BYTES = 131072
-"""Bytes per token of an 8B Llama 3 in bf16. It converts sizes in bytes if no model is given."""
+"""Bytes per token of an 8B Llama 3 in bf16. Sizes in bytes are converted to blocks with this value if no model is
+given.
+"""
 Row = tuple[Outcome, Load | None]
 
 
@@ -185,7 +187,9 @@ def run(args: Namespace) -> int:
 
 
 def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Plan a fleet: workers, roles, and whether to switch roles."""
+    """Find the smallest fleet for the traffic and print the plan: workers, roles, and whether to switch roles. Returns
+    the exit status.
+    """
     from .fleet_plan import plan_fleet
 
     _exclude(args, "plan", ("policy", "tier", "size", "cost", "plot", "ended", "workers", "prefill", "route"))
@@ -216,7 +220,7 @@ def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int
 
 
 def _link_tokens(args: Namespace, per_token: int) -> float:
-    """Return the tokens per second of a link."""
+    """Return the speed of the link in tokens per second, from --link in bytes per second. Infinite without --link."""
     return math.inf if args.link is None else args.link / per_token
 
 
@@ -227,7 +231,9 @@ def _exclude(args: Namespace, option: str, names: Sequence[str]) -> None:
 
 
 def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Replay over several workers, for every capacity, speed, route and admission."""
+    """Replay over several workers, for every capacity, speed, route and admission, and print the results. Returns the
+    exit status.
+    """
     from .fleet import replay_fleet
 
     _exclude(args, "workers", ("policy", "tier", "size", "cost", "plot", "ended"))
@@ -381,7 +387,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Report, for each policy, the capacity of each tier that a hit rate needs."""
+    """Print, for each policy, how large each tier must be for a given hit rate. Returns the exit status."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]

@@ -1,8 +1,8 @@
 """Waiting times of a replay on given hardware.
 
 New prompt tokens are computed, and cached tokens are read from their tier. Requests queue for `devices` devices in
-order of arrival. Decode takes a fixed time per token. The model is a roofline. It can compare caches, but does not
-predict latency.
+order of arrival. Decode takes a fixed time per token. All times come from a roofline (FLOPs and bytes divided by
+rates). They serve to compare caches, not to predict latency.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A model with `parameters` active weights on devices with `flop_rate` FLOP/s.
+    """The speed of a model with `parameters` active weights on devices with `flop_rate` FLOP/s.
 
-    Each new token costs `attention_flops` for each token before it. Tiers read `bytes_per_token` at `read_rates`
-    bytes per second, by tier name. `decode_seconds` is a token's share of a decode step with a full batch. The
-    defaults are a dense 8B model in bf16 on one H200."""
+    Each new token costs `attention_flops` for each token before it. A tier reads `bytes_per_token` bytes per token at
+    `read_rates[tier]` bytes per second. `decode_seconds` is the time of a decode step with a full batch, divided by its
+    tokens. The defaults are a dense 8B model in bf16 on one H200.
+    """
 
     parameters: float = 8e9
     flop_rate: float = 450e12
@@ -60,7 +61,11 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Timing of a replay. `busy` above 1 means that the devices are overloaded, and waiting times have no limit."""
+    """Times to first token of a replay in seconds, and the throughput of the devices.
+
+    `busy` is the time that the devices need, divided by the time of the trace. Above 1 the devices are overloaded, and
+    waiting times grow without limit.
+    """
 
     mean_ttft: float
     p50_ttft: float

@@ -6,9 +6,11 @@ workers, and the engine's own SLO admission admits and refuses.
     with roles:  prefill worker ──chunks over its link──▶ decode worker
 
 A block of the trace is one block of the cache, as in `simulator`. Output tokens also use pages, but are never hit.
-A step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
-occupy)`. The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be
-compared under one cost model.
+
+    seconds of a step = prefill(prompt tokens in it) + decode(share of the pool that its decoding requests occupy)
+
+The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be compared under one
+cost model.
 """
 
 from __future__ import annotations
@@ -55,13 +57,15 @@ from .traffic import Request, Traffic
 __all__ = ["EngineModel", "FleetOutcome", "replay_fleet"]
 
 HAND_OVER_TOKENS = 256
-"""If a decode worker lacks fewer prompt tokens than this, it computes them itself. It computes at most this many prompt
-tokens per step."""
+"""A decode worker computes a prompt itself if it lacks fewer tokens than this. This is also the largest number of
+prompt tokens in a step of a decode worker.
+"""
 ATTEMPTS = 4
 """Number of workers that may refuse a request before the router returns the refusal."""
 TYPICAL_OUTPUT, OUTPUT_MEMORY = 256, 32
-"""TYPICAL_OUTPUT is the expected number of output tokens until the first request has ended. OUTPUT_MEMORY is the number
-of recent outputs in the estimate. Both are as in the engine."""
+"""TYPICAL_OUTPUT is the estimated number of output tokens until the first request has finished. Later the estimate is
+the mean of the last OUTPUT_MEMORY outputs. The engine uses the same values.
+"""
 
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
@@ -71,7 +75,9 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. The polynomials are in milliseconds, highest power first."""
+    """Times and limits of a worker. `prefill_ms` and `decode_ms` are coefficients of polynomials in milliseconds,
+    highest power first.
+    """
 
     token_budget: int = 8192
     max_running: int = 256
@@ -91,7 +97,9 @@ class EngineModel:
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """Result of a replay over workers. Times are in seconds. The hit rate is a share of the prompt tokens."""
+    """Result of a replay over workers. Times are in seconds. The hit rate is the fraction of prompt tokens that were
+    cached.
+    """
 
     route: str
     workers: int
@@ -104,25 +112,25 @@ class FleetOutcome:
     mean_itl: float
     preemptions: int
     spread: float
-    """Requests of the worker with the most requests, divided by the mean of all workers."""
+    """Number of requests of the busiest worker, divided by the mean over all workers."""
     prefill: int = 0
     """Number of workers that only compute prompts. If it is not 0, the other workers only decode."""
     admission: str = "none"
     p99_tbt: float = 0.0
-    """99th percentile over the requests of their mean time between tokens."""
+    """99th percentile of the requests' mean times between tokens, in seconds."""
     refused: int = 0
     met: int = 0
     """Number of requests that met the objective."""
     goodput: float = 0.0
-    """Requests that met the objective, per second of the arrival time."""
+    """Requests that met the objective, divided by the seconds from the first to the last arrival."""
     hand_overs: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
-    """Blocks in the events of all workers."""
+    """Number of blocks in the events of all workers."""
     index_blocks: int = 0
-    """Blocks in the router's index at the end."""
+    """Number of blocks in the router's index at the end."""
     seconds: float = 0.0
-    """Simulated time from the first arrival to the last end."""
+    """Simulated seconds from the first arrival to the last end."""
     choice_us: float = 0.0
     """Microseconds of CPU time that the router takes to choose a worker."""
     event_blocks_per_second: float = 0.0
@@ -134,8 +142,9 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. `computed`, `cached` and `output` count tokens of the trace. `ids` are the prompt's
-    tokens in the simulated cache."""
+    """A request on a worker. `computed`, `cached` and `output` count tokens of the trace. `ids` are the tokens that
+    stand for the prompt in the simulated cache.
+    """
 
     number: int
     request: Request
@@ -149,13 +158,13 @@ class _Job:
     first: float = 0.0
     last: float = 0.0
     compute: int = 0
-    """Number of prompt tokens without hits, at the time when the request was added."""
+    """Number of prompt tokens that the cache lacked when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
-    """Time at which the first token is due."""
+    """Time at which the first token is due, by the objective."""
     is_refused: bool = False
     pages_at: float | None = None
-    """Time at which the pages arrive from a prefill worker."""
+    """Time at which the pages arrive from a prefill worker. None if this worker computes the prompt."""
     decoded_by: _Worker | None = None
     """The decode worker of the request, while a prefill worker computes its prompt."""
 
@@ -165,7 +174,7 @@ class _Job:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens that the current worker generates."""
+        """Number of tokens that the worker generates. A prefill worker generates one token."""
         return 1 if self.decoded_by is not None else max(1, self.request.output_tokens)
 
     @property
@@ -225,8 +234,9 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """Time at which the step in progress ends. If no step is in progress and requests wait, the current time of the
-        worker. None without work."""
+        """The next time at which this worker has something to do: the end of the step in progress or, if requests wait
+        to be scheduled, its present time. None without work.
+        """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
     def add(self, job: _Job, at: float) -> None:
@@ -236,7 +246,7 @@ class _Worker:
         self.time = max(self.time, at)
 
     def missing(self, job: _Job) -> int:
-        """Return the prompt tokens of a job that the worker's cache lacks."""
+        """Return the number of prompt tokens of a job that the worker must compute, at least 1."""
         if job.pages_at is not None:
             return 1
         found = self.cache.match(job.ids).resume // HASH_TOKENS * self.block_tokens
@@ -284,7 +294,9 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the number of cache tokens that represent `tokens` tokens of the trace."""
+        """Return the length in the simulated cache of `tokens` tokens of the trace. A block has HASH_TOKENS tokens
+        there.
+        """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
 
@@ -341,7 +353,9 @@ class _Worker:
         self._step_seconds = self._end - self.time
 
     def _decode_alone(self, decoding: list[_Job], active: int, until: float) -> float:
-        """Run decode steps until a request ends or `until` is reached. Returns the end of the last step."""
+        """Run decode steps until a request ends, a block is full, or `until` is reached. Return the end of the last
+        step, which may still be in progress.
+        """
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # then their sequences grow
         (a, b, c), n, total = self.model.decode_ms, len(decoding), self.total
@@ -366,7 +380,9 @@ class _Worker:
         return end
 
     def _preempt_for(self, job: _Job) -> None:
-        """Preempt the youngest requests until the pool has the pages for the next token of `job`."""
+        """Preempt the youngest running requests, one after another, until the pool has pages for the next token of
+        `job`. If it never has enough, `job` itself is preempted last.
+        """
         while self.running:
             youngest = self.running.pop()
             self._close(youngest)
@@ -442,8 +458,9 @@ class _Worker:
 
 
 class _Router:
-    """The router's own classes, fed by simulated workers. Workers in `names` answer requests. Workers in `prefill`
-    compute prompts for them."""
+    """A router built from the real index and scorer, which simulated workers feed. Workers in `names` answer requests.
+    Workers in `prefill` compute prompts for them.
+    """
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
         self.route = route
@@ -605,8 +622,11 @@ class _Fleet:
         job.is_refused = True
 
     def _admits(self, job: _Job, worker: _Worker, computes: _Worker, objective: Objective) -> bool:
-        """Decide with the engine's own classes. With a prefill worker, the TTFT is predicted for the prefill worker,
-        and the time between tokens for the decode worker."""
+        """Return whether a request is admitted, decided by the engine's own classes.
+
+        `computes` is the worker that computes the prompt: a prefill worker, or `worker` itself. The TTFT is predicted
+        for `computes`, and the time between tokens for `worker`.
+        """
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:
             job.due = job.at + objective.ttft_ms / 1e3
@@ -697,8 +717,11 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request with its tokens in the cache. All tokens of a whole block are the block's id. All tokens of
-    the partial last block are an id of this request."""
+    """Return a request of the trace as a job, with the tokens that stand for it in the cache.
+
+    All tokens of a whole block have the block's number as id. The tokens of the partial last block have an id that only
+    this request has.
+    """
     whole, rest = divmod(request.prompt_tokens, block)
     ids = np.repeat(request.blocks[:whole].astype(np.int32), HASH_TOKENS)
     tail = np.full(-(-rest * HASH_TOKENS // block), 2**31 - 2 - number, np.int32)

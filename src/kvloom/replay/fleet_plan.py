@@ -22,15 +22,18 @@ from .traffic import Traffic
 __all__ = ["FleetPlan", "Window", "plan_fleet"]
 
 MAX_REPAIRS = 8
-"""Largest number of workers that are added after the two searches, because prefill and decode workers depend on each
-other."""
+"""Largest number of workers that are added after the two searches of a split. The searches set the numbers of prefill
+and of decode workers separately, although both affect each other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of the trace and its best number of prefill workers (`prefill`). `excess` is the excess over the
-    objectives with this number, and `planned_excess` is the excess with the number in the plan. An excess of 1 meets
-    the objectives exactly, and a smaller excess is better."""
+    """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
+
+    `excess` is the 99th percentile divided by the objective, for the worse of the two objectives. At 1 or less the
+    objectives are met. `planned_excess` is the same with the number of prefill workers in the plan.
+    """
 
     start: float
     end: float
@@ -86,7 +89,9 @@ class FleetPlan:
 
 
 def excess_of(outcome: FleetOutcome, objective: Objective) -> tuple[float, float]:
-    """Return the 99th percentiles of TTFT and time between tokens, divided by the objective."""
+    """Return the 99th percentiles of TTFT and of time between tokens, each divided by its objective. 0 stands for a
+    missing objective.
+    """
     ttft, tbt = objective.ttft_ms, objective.tbt_ms
     return (
         0.0 if ttft is None else 1e3 * outcome.p99_ttft / ttft,
@@ -107,7 +112,8 @@ def plan_fleet(
 ) -> FleetPlan:
     """Find the smallest fleets of workers with `blocks` blocks each. Replays the trace about 20 times.
 
-    Raises ValueError without an objective, or for a trace that no pool holds."""
+    Raises ValueError without an objective, or for a trace with a prompt that exceeds a pool.
+    """
     if not objective:
         raise ValueError("a plan needs objectives: give --slo-ttft and --slo-tbt")
     replays: dict[tuple[int, int], FleetOutcome] = {}
@@ -181,8 +187,9 @@ def _plan_split(
 
 
 def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | None:
-    """Return the smallest number from `low` to `limit` that is enough, or None. If a number is enough, every larger
-    number must be enough. O(log) calls."""
+    """Return the smallest number from `low` to `limit` for which `is_enough` returns True, or None. `is_enough` must
+    stay True for all larger numbers. Calls `is_enough` O(log) times.
+    """
     high = low
     while not is_enough(high):
         if high >= limit:
@@ -195,7 +202,9 @@ def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | Non
 
 
 def _parts(traffic: Traffic, count: int) -> list[tuple[Traffic, float, float]]:
-    """Return the traffic of `count` equal parts of the time. Parts with few requests are omitted."""
+    """Divide the time of the traffic into `count` equal parts. Return the traffic, start and end of each part, in
+    seconds. Parts with fewer than two requests are omitted.
+    """
     begin, each = traffic.requests[0].at, max(1e-9, traffic.seconds) / count
     found = []
     for number in range(count):

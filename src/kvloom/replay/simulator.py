@@ -39,9 +39,9 @@ BOUNDS = ("ideal", "min")
 NAMES = (*BOUNDS, *POLICIES)
 
 _TICK = 1e-6
-"""Seconds between requests with equal times, so that the last of them is the most recently used."""
+"""Seconds added between requests with equal times, so that the last of them is the most recently used."""
 _END = np.int32(2**31 - 1)
-"""Token after every looked-up prompt, because the last token of a prompt is never a hit."""
+"""A token that is appended to every prompt before a lookup, because the last token of a prompt is never a hit."""
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
 )
@@ -76,10 +76,9 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` is, for each request, how many of its first blocks the device has. `tier_hits` is
-    the number of blocks that each tier adds.
-
-    `evictions` counts blocks."""
+    """Result of a replay. `hits` is, for each request, how many of its leading blocks the device had. `tier_hits` is,
+    for each tier and request, how many more blocks this tier had. `evictions` counts blocks.
+    """
 
     policy: str
     capacity_blocks: int
@@ -145,8 +144,7 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each request and tier, the number of first blocks that this tier adds to the hits of all faster
-    tiers."""
+    """Return, for each tier and request, how many leading blocks this tier had beyond those of all faster tiers."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:
@@ -186,7 +184,7 @@ def _run(
 
 
 class _Cache:
-    """A real cache of `blocks` blocks, through which the simulator replays recorded requests."""
+    """A real cache of `blocks` blocks that serves recorded requests, for the device or for one tier."""
 
     def __init__(self, traffic: Traffic, blocks: int, policy: str, tenants: Iterable[Tenant]) -> None:
         self.clock = VirtualClock()
@@ -220,7 +218,9 @@ class _Cache:
         ending: str | None,
         step: float,
     ) -> None:
-        """Serve one request: `blocks` blocks of tokens in `buffer`, of which `asked` are looked up."""
+        """Serve one request `step` seconds after the last one. `buffer` has the tokens of its `blocks` blocks, of which
+        the first `asked` are looked up.
+        """
         self.clock.advance(step)
         cache, most = self.cache, self.blocks
         end = (blocks if blocks < most else most) * HASH_TOKENS

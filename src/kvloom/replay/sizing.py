@@ -18,8 +18,9 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to it.
-    Both together are at most the ideal hit rate."""
+    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to it
+    (`next_gigabyte`). The sum of both never exceeds the ideal hit rate.
+    """
 
     capacity_blocks: int
     bytes: int
@@ -41,9 +42,10 @@ class TierSize:
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
-    the hit rate `ideal` is below the target.
+    an unlimited cache, with the hit rate `ideal`, does not reach it.
 
-    `tiers` lists the bytes per tier, fastest first."""
+    `tiers` lists the bytes per tier, fastest first.
+    """
 
     policy: str
     target: float
@@ -159,7 +161,9 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return the hit rate that one gigabyte adds, if `size` bytes add `hit_rate`. The result is at most `most`."""
+    """Return how much one more gigabyte adds to the hit rate, if `size` bytes add `hit_rate`. The result is at most
+    `most`.
+    """
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 
 

@@ -148,8 +148,9 @@ def _mooncake(lines: Lines, path: Path) -> Traffic:
 
 
 def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
-    """Return one session. Requests of a subagent are nested in the request that started it. They become a separate
-    session."""
+    """Return the requests of one agent session. The file nests the requests of a subagent in the request that started
+    it. Here they become a separate session.
+    """
     rows, about = [], []
 
     def walk(requests: list[dict[str, Any]], start: float, name: str) -> None:

@@ -20,8 +20,9 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `blocks` are the blocks of prompt and answer. The first `asked` blocks are those of the prompt,
-    and only these are looked up."""
+    """One request. `blocks` are the block numbers of prompt and answer. The first `asked` of them belong to the prompt,
+    and only these are looked up.
+    """
 
     at: float
     blocks: Blocks
@@ -103,8 +104,9 @@ class Traffic:
 
 
 def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -> Traffic:
-    """Return `times` copies of traffic that run at the same time, like the traffic of other users. The copies share no
-    blocks. Each copy starts up to `seconds` later, drawn with `seed`."""
+    """Return `times` copies of traffic that run at the same time, as if they came from different users. The copies
+    share no blocks. Each further copy starts up to `seconds` later, at a random time drawn with `seed`.
+    """
     draw = random.Random(seed)
     parts = [traffic]
     for _ in range(times - 1):
@@ -118,9 +120,10 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
     """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    If an id follows different blocks in two rows, the prefixes differ, so the id gets two numbers. Raises ValueError
-    for an invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations
-    number the rows in O(n log n). Otherwise a slower Python loop does it."""
+    Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for an
+    invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations number the
+    rows in O(n log n). Otherwise a slower Python loop does it.
+    """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

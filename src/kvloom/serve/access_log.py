@@ -20,7 +20,9 @@ __all__ = ["RequestLog", "RequestLogger", "log_rejected", "request_log"]
 MAX_PATH_CHARACTERS = 200
 MAX_REASON_CHARACTERS = 300
 POLLED = ("/health", "/ping", "/metrics", "/kvloom/state")
-"""Paths that monitors poll. Success and 503 (loading, draining) are logged at level debug."""
+"""Paths that monitors poll. Their responses are logged at level debug if they succeed or have status 503 (loading,
+draining).
+"""
 KEY = "kvloom.log"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -29,7 +31,7 @@ access = logging.getLogger("kvloom.access")
 
 @dataclass(slots=True)
 class RequestLog:
-    """The values of a request for its line in the log. Endpoints set them."""
+    """The values that the log line of a request contains. Endpoints set them."""
 
     id: str = ""
     tenant: str | None = None
@@ -108,7 +110,7 @@ def _log_request(method: str, path: str, status: int, seconds: float, log: Reque
 
 
 def log_rejected(error: ApiError) -> None:
-    """Log the error response to a connection without a parsed request."""
+    """Log an error response to a connection that has sent no valid request."""
     access.warning("connection refused", extra={"fields": {"status": error.status, **_error_fields(error)}})
 
 

@@ -94,8 +94,9 @@ def _objective(slo: Mapping[str, Any]) -> list[str]:
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return a sentence about the sources of the prompt tokens. The numbers in it add up to the number of prompt
-    tokens."""
+    """Return a sentence that states how many prompt tokens came from which source. The numbers add up to the number of
+    prompt tokens.
+    """
     found = [
         f"{hit['tokens']:,} were in the pool"
         if hit["tier"] == POOL

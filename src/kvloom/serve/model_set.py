@@ -60,7 +60,9 @@ class ModelSet:
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, model: ModelOptions, is_added: bool = False) -> ServedModel:
-        """Start to load a model and return it. `is_added` states that the model was requested through the API."""
+        """Start to load a model and return it. `is_added` is True if a client requested the model through the API, and
+        False for a model of the command line.
+        """
         options, name = self._options, model.served_name
         prefix = f"{name}: " if options.has_many else ""
         engine = EngineClient(
@@ -130,7 +132,7 @@ class ModelSet:
                 self.broker.release()
 
     def _engines(self) -> dict[str, EngineClient]:
-        """Return the engines that have a pool now or will have one."""
+        """Return the engines of all models that did not fail to load. Each has a pool or will have one."""
         models = self._context.models
         return {name: served.engine for name, served in models.items() if not served.error}
 
@@ -197,7 +199,7 @@ class ModelSet:
             self.report_fault(task)
 
     def report_fault(self, task: asyncio.Task[None]) -> None:
-        """End the server if a task has failed."""
+        """If a background task has failed, set `fault` to its error, which ends the server."""
         failed = None if task.cancelled() else task.exception()
         if failed is not None and not self.fault.done():
             self.fault.set_exception(failed)

@@ -54,9 +54,9 @@ def _add_models(group: argparse.ArgumentParser) -> None:
     add("more_models", nargs="*", metavar="MODEL", help=more)
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
     add("--name", action="append", default=[], metavar="NAME", help=name)
-    alias = "another name of a model in requests, such as one that a client has built in; repeatable (default MODEL: the first)"
+    alias = "another name of a model in requests, such as a name that a client requires; repeatable (default MODEL: the first)"
     add("--alias", action="append", default=[], metavar="NAME[=MODEL]", help=alias)
-    memory = "memory that the pools of all models share: the pool of an idle model serves the busy ones"
+    memory = "memory that the pools of all models share; busy models use the memory of idle models"
     add("--memory", type=size, metavar="SIZE", help=memory)
     folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
     add("--model-dir", action="append", default=[], metavar="DIR", help=folder)
@@ -82,7 +82,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
+        "file with API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)
@@ -93,19 +93,17 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="disable authentication (default when listening on loopback only)",
     )
-    answers = (
-        "answers of one request at most: n or best_of, times prompts (default with API keys: --max-running)"
-    )
+    answers = "largest number of answers of one request: n or best_of, times prompts (default with API keys: --max-running)"
     add("--max-answers", type=whole(1), metavar="N", help=answers)
-    open_answers = "open answers of one tenant at most (default: as many as leave places for other tenants)"
+    open_answers = "largest number of open answers of one tenant (default: 4 times as many as the server can still accept)"
     add("--max-open", type=whole(1), metavar="N", help=open_answers)
-    ttl = "ttl of a request at most, in seconds (default with API keys: 86400)"
+    ttl = "largest ttl of a request, in seconds (default with API keys: 86400)"
     add("--max-ttl", type=number(0, above=True), metavar="S", help=ttl)
     add(
         "--max-priority",
         type=whole(-MAX_NUMBER),
         metavar="N",
-        help="priority of a request at most (default: any)",
+        help="largest priority of a request (default: no limit)",
     )
 
 
@@ -116,9 +114,9 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=whole(0),
         default=1024,
         metavar="N",
-        help="answers waiting at most (default: 1024)",
+        help="largest number of waiting answers (default: 1024)",
     )
-    connections = "open connections at most (default: 4096)"
+    connections = "largest number of open connections (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add(
         "--max-body",
@@ -127,28 +125,28 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="limit of a request body (default: 8MiB)",
     )
-    prompt = "prompt tokens per request at most (default: what the model and the pool allow)"
+    prompt = "largest number of prompt tokens of a request (default: what the model and the pool allow)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
-    request = "seconds for a client to send a request's head, and again for its body (default: 30)"
+    request = "seconds in which a client must send the headers of a request, and again its body (default: 30)"
     add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
-    slow = "seconds without reading before a client is disconnected (default: 60)"
+    slow = "seconds after which a client that reads nothing is disconnected (default: 60)"
     add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
     folder = "folder whose images requests may name by file: URLs; repeatable (default: none)"
     add("--image-dir", action="append", default=[], metavar="DIR", help=folder)
-    images = "images of one request at most (default: 16)"
+    images = "largest number of images of one request (default: 16)"
     add("--max-images", type=whole(1), default=16, metavar="N", help=images)
-    encoded = "encoded bytes of all images of one request at most (default: 16MiB)"
+    encoded = "largest number of encoded bytes of all images of one request (default: 16MiB)"
     add("--max-image-bytes", type=size, default="16MiB", metavar="SIZE", help=encoded)
-    pixels = "pixels of all images of one request at most (default: 33554432)"
+    pixels = "largest number of pixels of all images of one request (default: 33554432)"
     add("--max-image-pixels", type=whole(1), default=1 << 25, metavar="N", help=pixels)
 
 
 def _add_chat(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     _add_chat_format(group)
-    own = "accept chat_template in requests: templates are code of clients; each renders in a process with limits"
+    own = "accept chat_template in requests; such a template is code of the client and runs in a process with limits"
     add("--allow-chat-template", action="store_true", help=own)
-    template = "CPU seconds of the chat template per request at most (default: 2)"
+    template = "limit of CPU seconds of the chat template per request (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
 
 
@@ -163,11 +161,11 @@ def _add_chat_format(group: argparse._ArgumentGroup) -> None:
 
 def _add_process(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    drain = "seconds for running requests to finish after SIGTERM (default: 30)"
+    drain = "seconds in which running requests may finish after SIGTERM (default: 30)"
     add("--drain-seconds", type=number(0), default=30.0, metavar="S", help=drain)
-    silent = "restart the engine after so many seconds without a heartbeat (default: 30; 0: never)"
+    silent = "restart the engine after this many seconds without a heartbeat (default: 30; 0: never)"
     add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
-    step = "restart the engine if one step, or loading, takes longer (default: 600; 0: never)"
+    step = "restart the engine if one step, or loading, takes more than this many seconds (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
 
 
@@ -176,7 +174,7 @@ def _add_observability(group: argparse._ArgumentGroup) -> None:
     record = "record block hashes, lengths and times of requests (never text) in this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, such as http://127.0.0.1:4318")
-    metrics = "whether /metrics requires an API key (default: auto: if other machines can reach it)"
+    metrics = "whether /metrics requires an API key (default: auto, which requires it if other machines can reach the server)"
     add("--metrics-auth", choices=("auto", "key", "open"), default="auto", help=metrics)
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
@@ -281,8 +279,10 @@ def _chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
-    """Return the path, the name and the arguments of each model: those of the command line, then those that only the
-    configuration file has. Raises ValueError for a table of a model that is not served.
+    """Return path, name and arguments of each model to serve. The models of the command line come first, then those of
+    the configuration file.
+
+    Raises ValueError for a [models.NAME] table that sets no model and belongs to no model of the command line.
     """
     from kvloom.models.specs import folder_of
 
@@ -312,7 +312,9 @@ def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argpa
 def _models(
     args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for several models without a pool size."""
+    """Return the models to serve. Raises ValueError for memory options that conflict or are missing, such as several
+    models without a pool size.
+    """
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start

@@ -1,10 +1,10 @@
 """The server's life cycle: bind, load, report ready, serve, drain, exit.
 
-    SIGTERM or SIGINT   no new requests (503); running ones may finish within `drain_seconds`; then exit 0
-    a second one        exit at once
+    SIGTERM or SIGINT   refuse new requests (503); running requests may finish within `drain_seconds`; then exit 0
+    a second signal     exit at once
 
-Each model's engine runs in a separate process (worker/engine_client.py). This process never loads a model. It
-tokenises and serves HTTP.
+Each model's engine runs in a separate process (worker/engine_client.py). This process never loads a model. It tokenises
+and serves HTTP.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEND_BUFFER_BYTES = 1 << 17
 LOADING_SECONDS = 5.0
 """Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
-"""Seconds in which cut-off requests can still receive their errors."""
+"""Seconds in which requests that were cut off can still receive their error responses."""
 
 
 class _Server(uvicorn.Server):

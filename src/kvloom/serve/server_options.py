@@ -23,7 +23,7 @@ from .worker import Start, WatchdogLimits
 __all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
-"""The pool of an idle model keeps at least 1 / SMALLEST_PART of its share."""
+"""The pool of an idle model is never shrunk below 1 / SMALLEST_PART of its share."""
 METRICS_AUTH = ("auto", "key", "open")
 
 
@@ -82,7 +82,7 @@ class ServerOptions:
     quiet: bool = False
     """Print no start-up message."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names in requests, with the name of their model."""
+    """Additional model names that requests may use: alias → name of the model."""
     memory: int | None = None
     """Bytes that the pools of all models share. None means that each pool keeps its own size."""
     model_folders: tuple[Path, ...] = ()
@@ -145,8 +145,8 @@ class ServerOptions:
 
 
 def shared_start(start: Start, memory: int, share: int) -> Start:
-    """Return the start options of a model whose pool starts with `share` bytes of the shared `memory`. The pool may
-    grow to all of the memory.
+    """Return `start` with the pool sizes of a model that shares `memory` bytes with other models. Its pool starts with
+    `share` bytes, and may grow to all of the memory.
     """
     least = start.settings.get("min_pool_bytes")
     least = share // SMALLEST_PART if least is None else min(least, share)
@@ -155,7 +155,9 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the settings of model `number`. The ports for its events are higher by this number."""
+    """Return the settings of the model with index `number`. Its event ports are higher by `number`, so that each model
+    has ports of its own.
+    """
     if settings.get("kv_events") is None:
         return settings
     ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}

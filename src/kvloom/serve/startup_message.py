@@ -40,6 +40,9 @@ def print_startup(
     if memory is not None:
         console.print(f"the pools of all models share {format_bytes(memory)}")
     first, names = models[0], " ".join(model.name for model in models)
+    if first.role == "encode":
+        print(f"\nkvloom serves images of {names} at {url}; metrics: {url}/metrics\n", flush=True)
+        return
     example = (
         '"messages": [{"role": "user", "content": "Hello"}]'
         if first.has_chat
@@ -56,6 +59,17 @@ dashboard: {url}/dashboard or `kvloom top --url {url}`\n""",
     )
 
 
+def _print_encode_worker(console: Console, model: ReadyModel, seconds: float) -> None:
+    facts = model.facts
+    console.print(
+        f"\nimages of {model.name} in {facts.dtype} on {facts.device} (process {model.pid}), ready after {seconds:.1f} s",
+        style="bold",
+    )
+    console.print(f"role: encode; {format_bytes(facts.tiers[0][1])} for images and embeddings")
+    assert facts.peer_address is not None
+    console.print("other workers use it with --encoder peer://{}:{}".format(*facts.peer_address))
+
+
 def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
     facts, role = model.facts, model.role
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -70,6 +84,9 @@ def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
             str(row["pages_per_slab"]),
             f"{float(row['waste']):.1%}",
         )
+    if role == "encode":
+        _print_encode_worker(console, model, seconds)
+        return
     tokens = facts.pool_bytes // max(1, facts.bytes_per_token)
     console.print(
         f"\n{model.name} in {facts.dtype} on {facts.device} (process {model.pid}), ready after {seconds:.1f} s",

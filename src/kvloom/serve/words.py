@@ -1,7 +1,7 @@
-"""Explanations of miss reasons, tier outcomes and tiers. The dashboard, `kvloom top`, `kvloom explain` and the docs
-use them.
+"""Explanations of miss reasons, tier outcomes and tiers for users. The dashboard, `kvloom top`, `kvloom explain` and
+the docs show them.
 
-`/kvloom/state` contains the table. A test compares the table with docs/observability.md.
+`/kvloom/state` contains them as a table. A test compares this table with docs/observability.md.
 """
 
 from __future__ import annotations

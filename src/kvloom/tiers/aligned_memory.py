@@ -1,4 +1,5 @@
-"""Memory that starts and ends at block boundaries. O_DIRECT and registered transfers need such memory."""
+"""Memory that starts and ends at a multiple of the disk's block size. O_DIRECT and registered transfers need such
+memory."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     read    lossy form                       -> decoded to the page's own dtype; with this form, the caller accepts the loss
             exact form                       -> a miss: lossy bytes never replace computed bytes
 
-Each layer run is encoded separately, so layers can load in order. `encoding/quantisation.py` has the arithmetic.
+Each layer run is encoded separately, so layers can load one after the other. `encoding/quantisation.py` has the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class LossyTier(WrappedTier):
         super().__init__(inner, threads)
         self.coding = coding
         self.exact_groups: frozenset[int] = frozenset()
-        """Groups whose pages are stored unchanged. In a recurrent state, errors would grow with every token."""
+        """Groups whose pages are stored unchanged, such as recurrent states. In a state, an error would grow with
+        every token."""
 
     @property
     def name(self) -> str:
@@ -95,9 +97,8 @@ class LossyTier(WrappedTier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Re-encodes pages and writes them. If a page was read from this tier before, re-encoding it adds an error
-        of up to half a quantisation step.
-        """
+        """Re-encodes pages and writes them. A page that was read from this tier already has an error. Writing the page
+        again adds up to half a quantisation step."""
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
@@ -128,8 +129,7 @@ class LossyTier(WrappedTier):
 
 
 def parse_url(url: str) -> Opener:
-    """Parses a URL that consists of `int8:` or `fp8:` and the URL of another tier. Returns the function that opens
-    the tier."""
+    """Parses `int8:` or `fp8:`, followed by the URL of another tier. Returns a function that opens the tier."""
     coding, _, rest = url.partition(":")
     if scheme_of(rest) in CODINGS:
         raise ValueError(refused("lossy tier, lossy tier", url=url, coding=coding))

@@ -18,7 +18,7 @@ __all__ = ["Options", "redact_url", "url_label"]
 
 
 def redact_url(url: str) -> str:
-    """Returns a URL without its user and password."""
+    """Returns a URL without its user and password, for messages."""
     return re.sub(r"//[^?]*@", "//…@", url)
 
 
@@ -28,7 +28,7 @@ def url_label(url: str) -> str:
 
 
 class Options:
-    """The options of one URL. `url` is the URL without the password, for messages."""
+    """The options of one URL. `url` is the URL without user and password, for messages."""
 
     def __init__(self, url: str, query: str) -> None:
         self.url = redact_url(url)

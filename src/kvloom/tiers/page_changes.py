@@ -1,9 +1,10 @@
-"""Changes of a tier's pages: the pages that the tier stored and removed. Block events are made from these changes.
+"""Changes of a tier's pages: the pages that the tier stored and removed. The engine makes block events from these
+changes.
 
     tier (any thread) ── stored, removed ──▶ PageChanges ── take ──▶ engine: events with the tier's medium
 
-A tier records changes only after `watch`. Tiers that other processes also write, such as Redis, are not watched,
-because they do not report pages that other processes remove.
+A tier records changes only after `watch`. Tiers to which other processes also write, such as Redis, are not watched.
+Such tiers do not report pages that other processes remove.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class PageChanges:
         self._changes: deque[tuple[bytes, bytes | None]] = deque()  # key, and block hash of a stored page
 
     def stored(self, keys: Iterable[bytes], block_hashes: Sequence[bytes]) -> None:
-        """Record stored pages. A block hash may have several units (`core.BlockHash`)."""
+        """Record stored pages. `block_hashes` has one block hash per key. A block hash may consist of several units
+        (`core.BlockHash`)."""
         self._changes.extend(zip(keys, block_hashes, strict=True))
 
     def removed(self, keys: Iterable[bytes]) -> None:
@@ -46,7 +48,8 @@ class PageChanges:
         self._changes.extend((key, None) for key in keys)
 
     def take(self) -> list[PageChange]:
-        """Return all changes and forget them. Pages with a key of another length are left out."""
+        """Return all changes and clear the list. Changes whose key does not contain a block hash (derived keys) are
+        left out."""
         found = []
         for _ in range(len(self._changes)):
             key, block_hash = self._changes.popleft()
@@ -62,6 +65,6 @@ class SupportsChanges(Protocol):
     """A tier that can record the changes of its pages."""
 
     def watch(self) -> PageChanges | None:
-        """Record changes from now on. The pages that the tier already has are the first changes. Return None if
-        block hashes cannot be found from stored keys, for example because pages are encrypted."""
+        """Record changes from now on. The pages that the tier already has are the first changes. Returns None if the
+        stored keys do not contain block hashes, for example because pages are encrypted."""
         ...

@@ -2,9 +2,9 @@
 
     host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
-A row of SCHEMES maps a URL scheme to a function that parses the URL and returns an opener. All URLs are checked
-before any tier is opened. Other packages add schemes by entry points of the group `kvloom.tiers`. Their modules are
-imported on first use.
+A row of SCHEMES maps a URL scheme to a parser. The parser checks the URL and returns an opener, a function that opens
+the tier. All URLs are checked before any tier is opened. Other packages add schemes by entry points of the group
+`kvloom.tiers`. Their modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SCHEMES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """A tier and its write policy, which decides when pages are written to the tier.
+    """A tier and its write policy. The write policy decides when pages are written to the tier:
 
     - "through": when the sequence that computed the pages ends.
     - "second-use": when a sequence that reused the pages ends.
@@ -122,9 +122,8 @@ def find_parser(scheme: str) -> Parser:
 
 
 def parse_tier(url: str) -> Opener:
-    """Parses a URL. Returns the function that opens its tier. Raises ValueError for an invalid URL. The message
-    contains the URL without its password.
-    """
+    """Parses a URL. Returns a function that opens its tier. Raises ValueError for an invalid URL. The message contains
+    the URL without its password."""
     parser = find_parser(scheme_of(url))
     try:
         return parser(url)
@@ -173,9 +172,8 @@ def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
 
 
 def split_write_policy(url: str) -> tuple[str, WritePolicy]:
-    """Returns the URL without its options `write` and `optional`, and the write policy. The default policy is
-    `back` for host memory that is not shared with other processes. For all other tiers it is `through`.
-    """
+    """Returns the URL without its options `write` and `optional`, and the write policy. Host memory that is not shared
+    with other processes has the default policy `back`. All other tiers have the default `through`."""
     scheme = scheme_of(url)
     if url.count("?") > 1:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Tenant shares of a tier. A share sets how much of the capacity a tenant may use, and how much of it other tenants
-cannot evict.
+"""Tenant shares of a tier. A share limits how much of the capacity a tenant may use. It also guarantees a part that
+other tenants cannot evict.
 
 Shares are fractions of the capacity, so the same shares apply to every tier. All tenants without a share use one
 common account. The tier chooses the pages to evict.
@@ -70,7 +70,8 @@ class Account:
 
 
 class TenantAccounts:
-    """The shares of tenants in bytes, for all connections to a server that counts the pages of tenants itself."""
+    """The shares of tenants in bytes. All connections to a store use it, if the store counts the bytes of tenants
+    itself."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -104,11 +105,8 @@ class SupportsShares(Protocol):
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns the shares of tenants. A quota becomes a fraction of the pool, and the same fraction applies to every
-    tier.
-
-    A tenant without quota and weight gets no share of its own.
-    """
+    """Returns the shares of tenants. A quota in bytes becomes a fraction of the pool (`pool_bytes`). The same fraction
+    applies to every tier. A tenant with neither quota nor weight gets no share."""
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)
     return {

@@ -24,8 +24,8 @@ class StoredPage:
     """One stored page. `head` is None if the header was not read. If the tier separates tenants, `tenant` is a digest
     of the tenant's name.
 
-    `idle_seconds` is the time since the last use of the page, or since its file was written. A page is expired if
-    its age exceeds the TTL in the tier's URL.
+    `idle_seconds` is the time since the last use of the page (Redis), or since its file was written (disk).
+    `is_expired` is set if the page's age exceeds the TTL in the tier's URL.
     """
 
     key: bytes
@@ -37,8 +37,8 @@ class StoredPage:
 
     @property
     def format(self) -> str:
-        """The format of the page in words: group, form, page size, compression and protection. If keys are derived,
-        group and form are unknown and left out."""
+        """The format of the page in words: group, form, page size, compression and protection. With a key file, group
+        and form are unknown and left out."""
         if self.head is None:
             return "not read"
         size = self.head.runs * self.head.run_bytes

@@ -4,8 +4,8 @@ memory.
     object   block hash + group + form (byte layout)    one page, split into equal layer runs
     range    start of a page in the caller's buffer     a read may request some of the runs only
 
-A tier handles keys and bytes. It does not depend on layer kinds, tokens, devices or torch. Of a tenant, a tier uses
-only the encryption key and the share of the capacity.
+A layer run is the data of one layer in the page. A tier handles keys and bytes. It does not depend on layer kinds,
+tokens, devices or torch. About a tenant, a tier uses only the encryption key and the share of the capacity.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ class TierError(RuntimeError):
 
 @dataclass(frozen=True)
 class Form:
-    """The byte layout of an object. Pages are shared only between equal forms, because the form's fingerprint
-    covers every field.
+    """The byte layout of an object. Two servers can share pages only if their forms are equal in every field.
 
-    `run_bytes` is the size of one layer's data. Each run has a checksum, and a read requests whole runs. `shard`
-    and `layout` are free text, such as a parallel rank or the fingerprint of a page layout. `exact=False` marks
-    re-encoded (lossy) bytes.
+    `run_bytes` is the size of one layer's data. Each run has a checksum, and a read requests whole runs. `shard` and
+    `layout` are free text, such as a parallel rank or the fingerprint of a page layout. `exact=False` marks re-encoded
+    (lossy) bytes.
     """
 
     dtype: str
@@ -93,8 +92,8 @@ class Form:
 class Objects:
     """A batch of objects of one group and form. Keys are computed once per batch, so reuse a batch if possible.
 
-    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because the
-    tenant already salts the block hashes.
+    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because the block
+    hashes already depend on it.
     """
 
     block_hashes: Sequence[bytes]
@@ -183,8 +182,8 @@ class Ranges:
 class Tier(Protocol):
     """A location for pages outside the device pool.
 
-    Every method is thread-safe and takes a batch. An invalid batch raises ValueError before any change. Faults of
-    the medium never raise. They are outcomes in the Transfer. The tier may access the ranges until the Transfer is
+    Every method is thread-safe and takes a batch. An invalid batch raises ValueError before any change. Faults of the
+    medium never raise: they are outcomes in the Transfer. The tier may access the ranges until the Transfer is
     `released`. If the outcome of a read is not OK, the bytes of its range are undefined. A tier may also support
     tenant shares (`SupportsShares`).
     """
@@ -214,16 +213,16 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every object to the same offsets in the object's range.
+        """Reads bytes [start, stop) of every object to the same offsets in the object's range. Returns the transfer.
 
-        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves reads
-        in the order of the calls, so layers that are requested first arrive first.
+        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves
+        reads in the order of the calls, so layers that are requested first arrive first.
         """
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. The outcome OK means that the page is stored, and in a disk tier that it survives a
-        crash. An object that is already stored also gets OK."""
+        """Writes whole objects. Returns the transfer. The outcome OK means that the page is stored. In a disk tier, it
+        then survives a crash. An object that is already stored also gets OK."""
         ...
 
     def drop(self, objects: Objects) -> int:
@@ -233,9 +232,8 @@ class Tier(Protocol):
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Finishes or fails pending transfers in bounded time. Afterwards every lookup and read is a miss. A second
-        call has no effect.
-        """
+        """Finishes pending transfers, or fails them after a bounded time. Afterwards every lookup and read is a miss.
+        A second call has no effect."""
         ...
 
 

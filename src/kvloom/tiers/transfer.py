@@ -1,8 +1,8 @@
 """A Transfer moves one batch of objects between two locations, with one outcome per object. `TransferCounts` counts
 outcomes.
 
-A failed, late or damaged object gets an outcome and does not raise. The caller recomputes such objects. All classes
-are thread-safe.
+If an object fails, is late or is damaged, no exception is raised. The object gets an outcome, and the caller
+recomputes it. All classes are thread-safe.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Transfer:
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """Returns which objects are OK so far."""
+        """Returns, for each object, whether its outcome is OK so far."""
         return np.equal(self.results, Outcome.OK)
 
     @property
@@ -196,16 +196,16 @@ class Transfer:
             return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """Sets pending objects to LATE. Returns `released`. If the result is False, the tier still uses the ranges."""
+        """Gives pending objects the outcome LATE. Returns `released`. While this is False, the tier still uses the
+        ranges."""
         with self._changed:
             self._cancelled = True
         self.settle_pending(Outcome.LATE)
         return self.released
 
     def on_released(self, call: Callable[[], None]) -> None:
-        """Calls `call()` once when the transfer is released. If it is already released, calls at once, else later
-        in a thread of the tier. `call` must be short.
-        """
+        """Runs `call` once when the transfer is released. If it is already released, `call` runs at once, otherwise
+        later in a thread of the tier. `call` must be short."""
         with self._changed:
             if self._pending or self._accesses:
                 self._watchers.append(call)
@@ -224,8 +224,7 @@ class Transfer:
 
     def begin_access(self) -> bool:
         """Returns whether the tier may access the ranges now. The tier calls this method before each access. The
-        result is False if the transfer is cancelled or done.
-        """
+        result is False if the transfer was cancelled or is done."""
         with self._changed:
             if self._cancelled or not self._pending:
                 return False
@@ -239,7 +238,8 @@ class Transfer:
         self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
-        """Sets the outcome of pending objects. Objects with an outcome keep it. Raises ValueError for PENDING."""
+        """Sets the outcome of the pending objects among `which`. Objects that already have an outcome keep it. Raises
+        ValueError for PENDING."""
         if outcome == Outcome.PENDING:
             raise ValueError("PENDING is no outcome: settle objects with another one")
         with self._changed:

@@ -28,9 +28,8 @@ def expiry_cutoff(ttl: float) -> float:
 
 
 class Expiry:
-    """Decides which pages of a store have expired. A page of an earlier release contains no write time. Its age
-    counts from the time when this process opened the tier.
-    """
+    """Decides which pages of a store have expired. Pages of earlier releases contain no write time. Their age counts
+    from the time when this process opened the tier."""
 
     def __init__(self, ttl: float = 0) -> None:
         self.ttl, self._opened_at = ttl, now()

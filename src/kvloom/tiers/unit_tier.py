@@ -29,9 +29,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """How pages of one form are divided into smaller pages (units) for a tier. Each unit has the form `form` and the
-    fields `unit`. The whole page has the fields `page`.
-    """
+    """How pages of one form are divided into smaller pages (units). `form` is the form of a unit and `unit` describes
+    its fields. `page` describes the fields of the whole page."""
 
     form: Form
     unit: PageFields
@@ -41,8 +40,9 @@ class UnitForm:
 class UnitTier(WrappedTier):
     """Wraps the tier `inner` and stores pages of `forms` as units. Pages of other forms pass unchanged.
 
-    With `has_whole_pages`, the inner tier is the host memory of another server. That server may have the same block
-    size, so whole pages are looked up first, and units only for missing pages. Pages are then written whole."""
+    With `has_whole_pages`, the inner tier is the host memory of another server, which may have the same block size.
+    Whole pages are then looked up first, and units only for pages that are missing. Pages are written whole.
+    """
 
     def __init__(
         self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2, has_whole_pages: bool = False
@@ -67,8 +67,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object,
-        followed by the total number of units."""
+        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object, and
+        as last element the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -127,7 +127,7 @@ class UnitTier(WrappedTier):
         transfer: Transfer,
         indexes: npt.NDArray[np.int64],
     ) -> None:
-        """Read the units of `objects` and join them. `indexes` are the indexes of the objects in `into` and
+        """Reads the units of `objects` and joins them to pages. `indexes` are the indexes of the objects in `into` and
         `transfer`."""
         units, firsts = self._units(objects, unit)
         size, page_bytes = unit.form.page_bytes, objects.form.page_bytes

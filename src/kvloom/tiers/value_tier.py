@@ -26,8 +26,8 @@ __all__ = ["ValueForm", "ValueTier"]
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """How a lossy tier stores the pages of one form. `form` is the byte layout in the inner tier, and `values` converts
-    pages to this layout and back."""
+    """How a lossy tier stores the pages of one form. `form` is the form in the inner tier. `values` converts pages to
+    this form and back."""
 
     form: Form
     values: PageValues

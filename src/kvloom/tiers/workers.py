@@ -20,8 +20,8 @@ __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """The objects with which a worker thread of a tier encodes and decodes pages: its scratch memory, its codec, and
-    the expiry of the tier's pages."""
+    """The tools of one worker thread of a tier: scratch memory, codec, and the expiry of the tier's pages. Each thread
+    has its own scratch memory and codec."""
 
     def __init__(self, codec: Codec, expiry: Expiry | None = None) -> None:
         self.codec, self.expiry = codec, expiry or Expiry()

@@ -5,8 +5,8 @@
       forward    before: reserve pages     update(): write K and V, return all visible K and V     after: record tokens
       close      publish full blocks and checkpoints; pages stay cached
 
-The tokens of a forward are committed when the next one begins. Until then `crop` discards them without a rollback.
-Recurrent states are in transformers' layers while the model runs, and in pages between forwards.
+The tokens of a forward are committed when the next forward begins. Until then `crop` can discard them without a
+rollback. While the model runs, recurrent states are in transformers' layers. Between forwards they are in pages.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """The tokens of one forward: `tokens` of each row, from position `start` on. `pages` are page ids by layer
-    group and run.
+    """The tokens of one forward: `tokens` of each row, from position `start` on. `pages` has the block tables of the
+    step, by layer group and run.
     """
 
     start: int
@@ -54,8 +54,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         cache = kvloom.Cache(model, memory="1GiB", tiers=["host:4GiB", "disk:/path:100GiB"])
         model.generate(**inputs, past_key_values=cache)
 
-    Until `close`, `model.generate` and the model's forward have hooks, which act only on calls with this cache.
-    One call at a time may use it.
+    Hooks on `model.generate` and on the model's forward stay until `close`. They act only on calls that pass this
+    cache. Only one call at a time may use the cache.
     """
 
     is_compileable = False
@@ -71,10 +71,10 @@ class Cache(TransformersCache):  # type: ignore[misc]
         eviction_policy: str = "lru",
         salt: str = "",
     ) -> None:
-        """Allocate `memory` for pages on the model's device and open the tiers. Runs the model with a few tokens.
+        """Allocate `memory` for pages on the model's device and open the tiers. Runs the model once with a few tokens.
 
-        `salt` separates the pages of this cache from others in shared tiers. Raises ValueError for a model that is
-        not supported.
+        Pages in shared tiers are found only by caches with the same `salt`. Raises ValueError for a model that is not
+        supported.
         """
         if len({parameter.device for parameter in model.parameters()}) > 1:
             raise ValueError("the model is on several devices; kvloom.Cache needs all weights on one device")
@@ -93,9 +93,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
             else:
                 self._attention[index] = view, spec.visibility
         self.cached_tokens = 0
-        """Tokens of each prompt of the last call that were not computed."""
+        """Number of tokens of each prompt that the last call found in the cache."""
         self.computed_tokens = 0
-        """Tokens of each row that the last call computed, prompt and answer."""
+        """Number of tokens of each row that the last call computed, in prompt and answer."""
         self._sequences: list[Sequence] = []
         self._tokens: list[list[int]] = []  # of each row, computed or to be computed again
         self._padding: list[int] = []
@@ -147,9 +147,10 @@ class Cache(TransformersCache):  # type: ignore[misc]
 
     @contextmanager
     def open(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Iterator[int]:
-        """Open the cached pages of a batch of prompts [rows, tokens], for a loop of one's own. Yields the number of
-        tokens `n` of each row that need not be computed. The model then computes `input_ids[:, n:]` with this
-        cache. `generate` calls this method itself.
+        """Open the cached pages of a batch of prompts [rows, tokens], for a generation loop without `generate`.
+
+        Yields a number n: the first n tokens of each row need not be computed. The caller then runs the model on
+        `input_ids[:, n:]` with this cache. `generate` calls this method itself.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another call uses this kvloom.Cache; use one Cache for each thread")
@@ -174,7 +175,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._lock.release()
 
     def _generate_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate`, with the sequences of the call open."""
+        """Replace `model.generate`. If the call passes this cache, its sequences are open while `generate` runs."""
         if all(kwargs.get(name) is not self for name in ("past_key_values", "cache_params")):
             return self._generate(*args, **kwargs)
         tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
@@ -263,7 +264,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._step = None
 
     def _begin(self, tokens: torch.Tensor) -> None:
-        """Commit the last forward, and prepare pages and states for the next one."""
+        """Commit the tokens of the last forward, and prepare pages and states for a forward with `tokens`."""
         self._commit()
         if len(tokens) != len(self._sequences):
             repeats, rest = divmod(len(tokens), len(self._sequences))
@@ -305,7 +306,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 self._model(**inputs)
 
     def _compute_to_checkpoints(self, prompts: torch.Tensor) -> None:
-        """Compute prompts up to the positions where snapshots of states are taken. The last token is left."""
+        """Compute prompts up to the positions where checkpoints take state snapshots. The last token is left to the
+        caller. Does nothing for models without states.
+        """
         end = prompts.shape[1]
         while True:
             self._commit()
@@ -360,7 +363,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def _page_ids(self, view: LayerView, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block tables [rows, blocks] of a layer, and the positions [rows, tokens] of the new tokens."""
+        """Return the block tables of a layer [rows, blocks], and the positions of the new tokens [rows, tokens], on the
+        device.
+        """
         key = view.group, view.run
         if key not in step.pages:
             tables = np.stack([one.table(view.group)[view.run] for one in self._sequences])
@@ -377,7 +382,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of K and V that `update` returns for a layer, and the position of the first."""
+        """Return the number of K and V entries that `update` returns for a layer, and the position of the first of
+        them.
+        """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))
         start = self.get_seq_length()
@@ -421,10 +428,10 @@ class Cache(TransformersCache):  # type: ignore[misc]
     # -- changes of the batch ---------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of each row (a negative number, as in transformers).
+        """Remove the last `-tokens_to_remove` tokens of each row. The argument is negative or 0, as in transformers.
 
-        Recurrent states, and windows that left the pool, go back to an earlier position. The next forward computes
-        the tokens between again.
+        A model with recurrent states or windows may have to go back to an earlier checkpoint. The next forward then
+        computes the tokens after this checkpoint again.
         """
         remove = -tokens_to_remove
         if not 0 <= remove <= self.get_seq_length():

@@ -1,7 +1,7 @@
 """Finds what each layer of a Hugging Face model stores, by a run of a few tokens with transformers' own cache.
 
-The shapes and dtypes of K, V and states come from this run, not from the config. So every model whose layers use
-transformers' cache classes is supported, and all others are refused.
+The shapes and dtypes of K, V and states come from this run, not from the config. Every model whose layers use
+transformers' cache classes is therefore supported. All other models are refused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class ModelLayers:
     """The layer specs of a model: "layers.N.attention" has K and V, "layers.N.state" the states of layer N.
 
-    `continues_states` says whether a run of several tokens starts from the stored states. Some modeling code uses
-    the stored states only for single tokens.
+    `continues_states` is True if a forward of several tokens starts from the stored states. Some modeling code uses the
+    stored states only for single tokens.
     """
 
     specs: dict[str, LayerSpec]
@@ -55,8 +55,8 @@ class ModelLayers:
 def forward_arguments(
     model: Any, tokens: torch.Tensor, cache: Any, start: int, all_logits: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of a forward that computes `tokens` from position `start` on. Without `position_ids`,
-    some modeling code counts positions from 0.
+    """Return the arguments of a forward that computes `tokens` from position `start` on. They include `position_ids`,
+    because some modeling code would otherwise count positions from 0.
     """
     names = inspect.signature(model.forward).parameters
     arguments = {"input_ids": tokens, cache_argument(model): cache, "use_cache": True}
@@ -110,7 +110,9 @@ def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.
 
 
 def _continues_states(model: Any, tokens: torch.Tensor, cache: Any) -> bool:
-    """Return whether a second run with `cache` gives the logits of one long run. Rounding may differ."""
+    """Return whether a model continues from stored states in a forward of several tokens. Compares the logits of a
+    second run with `cache` to those of one long run. Small differences by rounding are accepted.
+    """
     whole = _run(model, tokens, DynamicCache(config=model.config))[:, _PROBE_TOKENS:]
     parts = _run(model, tokens[:, _PROBE_TOKENS:], cache, _PROBE_TOKENS)
     limit = torch.finfo(model.dtype).eps ** 0.5 * (whole.max() - whole.min())

@@ -55,8 +55,8 @@ class PageStore:
         self._orders = count()
 
     def open(self, prompts: list[list[int]], controls: list[CacheControl]) -> list[Sequence]:
-        """Open one sequence per prompt, after its cached tokens. Loads pages from tiers. All sequences have the same
-        length: the longest that every prompt can resume at.
+        """Open one sequence per prompt, after its cached tokens. Loads pages from tiers and waits for them. All
+        sequences have the same length: the longest at which every prompt can resume.
         """
         opened: list[Sequence] = []
         try:
@@ -69,7 +69,7 @@ class PageStore:
         return opened
 
     def _loaded_match(self, prompt: list[int], control: CacheControl) -> Match:
-        """Return the match of a prompt, after its missing pages were loaded from tiers."""
+        """Load the missing pages of a prompt from tiers, wait for them, and return the match of the prompt."""
         match = self.kv.match(prompt, control)
         if self.offload is None:
             return match

@@ -1,4 +1,4 @@
-"""kvloom's tiers for vLLM: host memory, disk, remote stores and peers below vLLM's KV cache.
+"""kvloom's tiers for vLLM: blocks of vLLM's KV cache are stored in host memory, disk, remote stores and peers.
 
     version.py           the vLLM versions that are tested
     settings.py          Settings: `kv_connector_extra_config`
@@ -6,17 +6,16 @@
     request_hashes.py    block hashes of a request, salted with model, adapter and cache salt
     block_groups.py      BlockGroup: block size, window and form of a KV cache group
     layer_pages.py       copies between vLLM's layer tensors and host memory
-    tier_pages.py        TierPages: lookup, load and store of pages in the configured tiers
     tier_events.py       TierEvents: block events of tiers in vLLM's format
     messages.py          what scheduler and worker send each other in every step
     scheduler_side.py    which pages a request loads and stores
     worker_side.py       runs these loads and stores
     connector.py         KvloomConnector: vLLM's interface to both sides
-    secondary_tier.py    KvloomTier: vLLM's interface for tiers below its own CPU offloading
+    secondary_tier.py    KvloomTier: vLLM's interface for tiers behind its own CPU offloading
 
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvloomConnector", "kv_connector_module_path":
-"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'`
-loads this module. See docs/vllm.md.
+"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads
+this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
 
 The life of a hit. The scheduler and the workers are separate processes. Only workers open tiers.
 
@@ -27,9 +26,9 @@ The life of a hit. The scheduler and the workers are separate processes. Only wo
     the request computes the rest     <──finished_recving──
 """
 
-from .version import check_version
+from .version import VERSION
 
-check_version()
+VERSION.check()
 
 from .connector import KvloomConnector  # noqa: E402  after the check of the version
 from .secondary_tier import KvloomTier  # noqa: E402

@@ -37,7 +37,7 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
     """One KV cache group. `window` is the number of tokens that a token can read, including itself. `chunk` is the
-    size of the chunks of chunked local attention. 0 means no limit.
+    number of tokens in a chunk of chunked local attention. 0 means full attention.
     """
 
     index: int
@@ -57,8 +57,8 @@ class BlockGroup:
         return first // self.block_tokens
 
     def can_resume(self, start: int, position: int, found: Mask) -> bool:
-        """Return whether token `position` finds its blocks. vLLM has the blocks before token `start`, and `found`
-        states which of the blocks after it are stored.
+        """Return whether a prompt can resume at `position`, for this group. vLLM has the blocks before token `start`.
+        `found` states for each later block whether a tier has it.
         """
         base = start // self.block_tokens
         first = max(0, self.first_block(position) - base)
@@ -101,7 +101,9 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return the tokens that vLLM keeps. Speculation may keep more than the window."""
+    """Return the number of tokens of a sliding window that vLLM keeps. With speculation it may keep more than the
+    window.
+    """
     layers = (one for one in iter_layer_specs(spec) if isinstance(one, SlidingWindowSpec))
     return _only({one.sliding_window + one.extra_retained_tokens for one in layers}, "windows")
 
@@ -112,7 +114,7 @@ def _chunk(spec: KVCacheSpec) -> int:
 
 
 def _only(sizes: set[int], name: str) -> int:
-    """Return the one size that all layers of a group have."""
+    """Return the size that all layers of a group have. Raises ValueError if they differ."""
     if len(sizes) != 1:
         raise ValueError(
             f"layers of one KV cache group have {name} of {sorted(sizes)} tokens; they must be equal"
@@ -130,7 +132,7 @@ def _refusal(kind: KVCacheSpecKind, layer: str) -> str:
 
 
 def common_block_tokens(groups: Sequence[BlockGroup]) -> int:
-    """Return the number of tokens after which all groups begin a block."""
+    """Return the smallest number of tokens that is a multiple of the block size of every group."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 

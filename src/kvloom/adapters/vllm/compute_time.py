@@ -9,11 +9,13 @@ import torch
 __all__ = ["ComputeTime"]
 
 MIN_TOKENS = 16
-"""Smaller steps are decodes. Their time says little about a prompt."""
+"""Steps with fewer tokens are decode steps. They are not measured, because their time does not predict that of a
+prompt.
+"""
 
 
 class ComputeTime:
-    """Measures steps, if `enabled`. On a GPU the device's clock measures them."""
+    """Measures how long vLLM's steps take. Does nothing unless `enabled`. On a GPU the device's clock is used."""
 
     def __init__(self, enabled: bool) -> None:
         self._model = None
@@ -26,7 +28,7 @@ class ComputeTime:
         self._running: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
-        """Note the start of a step."""
+        """Record the start of a step."""
         if self._model is None:
             return
         self._began = time.monotonic()
@@ -34,7 +36,7 @@ class ComputeTime:
             self._start = _event()
 
     def end(self, tokens: int) -> None:
-        """Note the end of a step of `tokens` tokens."""
+        """Record the end of a step of `tokens` tokens."""
         if self._model is None or self._began is None:
             return
         began, self._began = self._began, None

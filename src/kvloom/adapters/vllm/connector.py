@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvloom.adapters.common import TierPages
+
 from .block_groups import block_groups
 from .identity import model_identity
 from .layer_pages import LayerPages
@@ -23,7 +25,6 @@ from .messages import Answers, Step
 from .scheduler_side import SchedulerSide
 from .settings import Settings
 from .tier_events import TierEvents
-from .tier_pages import TierPages
 from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost is only a later miss."""
+        """Return False: vLLM need not wait until stores are complete, because a lost store only causes a later miss."""
         return False
 
     # --- the scheduler
@@ -128,7 +129,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool | None:
-        """Forget all pages, because the weights may have changed. Tiers evict the old pages later."""
+        """Make all stored pages unreachable, because the weights may have changed. Tiers evict these pages later."""
         self.scheduler.reset()
         return True
 
@@ -143,7 +144,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         shard = f"rank {self._rank} of {self._world_size}"
         layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, shard)
         largest = max(form.page_bytes for form in layers.forms)
-        tiers = TierPages(self._settings, largest, self._global_rank, pin=layers.device.type == "cuda")
+        tiers = TierPages(self._settings.tiers, largest, self._global_rank, pin=layers.device.type == "cuda")
         events = self._publishes and self._rank == 0
         self._worker = WorkerSide(self._settings, self._groups, layers, tiers, events)
 

@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 __all__ = ["LayerPages"]
 
 MIN_CHECKED_BYTES = 32 * 1024
-"""Layers smaller than this share one checksum."""
+"""Layers with fewer bytes than this share one checksum per page."""
 Offsets = npt.NDArray[np.int64]
 IsDone = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The rows of one layer: `rows[b]` are the bytes of block b. `memory` is the whole storage, on a CPU."""
+    """The tensor of one layer as rows: `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole storage of
+    the tensor.
+    """
 
     rows: torch.Tensor
     memory: npt.NDArray[np.uint8] | None
@@ -53,8 +55,8 @@ class _Layer:
 
 
 class LayerPages:
-    """The layer tensors of one worker. `shard` names the part of the model that the worker has. `staged` copies
-    through a staging tensor on a CPU also.
+    """The layer tensors of one worker. `shard` names the part of the model that the worker has. With `staged`, copies
+    on a CPU also pass through a staging tensor, as on a GPU.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class LayerPages:
     def offload(
         self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], to: Offsets
     ) -> IsDone:
-        """Copy blocks to offsets in the arena. Returns a function that returns whether the copy is done. The blocks may
-        be overwritten by later work on the current stream."""
+        """Copy blocks to offsets in the arena. Returns a function that returns whether the copy is done.
+
+        Later work on the current stream may overwrite the blocks. This does not affect the copy.
+        """
         if not self._staged:
             for layer, start in self._starts(group):
                 assert layer.memory is not None
@@ -124,7 +128,9 @@ class LayerPages:
         return torch.empty((count, self.forms[group].page_bytes), dtype=torch.uint8, device=self.device)
 
     def _follow(self, *tensors: torch.Tensor) -> None:
-        """Let the stream wait for earlier work on the model's stream, and keep the tensors until it is done."""
+        """Make the copy stream wait for earlier work on the model's stream. Keep the memory of `tensors` until the
+        copies are done.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
             for tensor in tensors:
@@ -178,7 +184,9 @@ def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
 def _form(
     group: BlockGroup, layers: Sequence[_Layer], kv_caches: Mapping[str, torch.Tensor], shard: str
 ) -> Form:
-    """Return the form of a group's pages. It covers everything that decides where a byte is."""
+    """Return the form of a group's pages. Two workers have the same form only if every byte of a page has the same
+    place.
+    """
     sizes = {layer.bytes for layer in layers}
     total = sum(layer.bytes for layer in layers)
     single = len(sizes) > 1 or min(sizes) < MIN_CHECKED_BYTES

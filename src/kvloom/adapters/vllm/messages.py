@@ -12,8 +12,9 @@ __all__ = ["Answer", "Answers", "Change", "Load", "Lookup", "Step", "Store"]
 
 @dataclass(slots=True)
 class Lookup:
-    """Look up the blocks of tokens [start, end) and load them into host memory. `hashes` contains the block hashes
-    of these tokens, by block size. `number` identifies the lookup of a request.
+    """A message of the scheduler: look up the blocks of tokens [start, end) and load them into host memory. `hashes`
+    contains the block hashes of these tokens, by block size. `number` identifies this lookup among those of the
+    request.
     """
 
     request_id: str
@@ -25,8 +26,8 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """Copy the blocks of tokens [start, end) from host memory into vLLM's blocks. `block_ids` contains for each group
-    the ids of these blocks. Id 0 means that no token reads the block any more.
+    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks.
+    `block_ids` contains the ids of these blocks for each group. Id 0 means that no token reads the block any more.
     """
 
     request_id: str
@@ -38,7 +39,7 @@ class Load:
 
 @dataclass(slots=True)
 class Store:
-    """Store blocks of one group."""
+    """A message of the scheduler: store blocks of one group in the tiers."""
 
     group: int
     hashes: list[bytes]
@@ -47,14 +48,16 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """From the scheduler to every worker. `ended` are requests whose leased pages are no longer needed."""
+    """What the scheduler sends to every worker for one step. `ended` are requests whose leased pages are no longer
+    needed.
+    """
 
     lookups: list[Lookup] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     tokens: int = 0
-    """Tokens that the step computes."""
+    """Number of tokens that the step computes."""
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Answers(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler. Only one worker reports changes."""
+    """What the workers send to the scheduler after a step. Only one worker reports changes of tiers."""
 
     answers: list[Answer] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)

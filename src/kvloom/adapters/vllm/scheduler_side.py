@@ -25,19 +25,23 @@ log = logging.getLogger("kvloom.vllm")
 
 @dataclass(slots=True)
 class _Lookup:
-    """A lookup that the workers answer. `positions` is None until every worker has answered."""
+    """A lookup that the workers have to answer. `positions` are the positions at which all workers can resume. It is
+    None until every worker has answered.
+    """
 
     number: int
     start: int
     answers: list[Answer] = field(default_factory=list)
     positions: list[int] | None = None
     offered: int = 0
-    """The position that was last returned to vLLM."""
+    """The resume position that was last returned to vLLM."""
 
 
 @dataclass(slots=True)
 class _State:
-    """One request. `stored` is the number of tokens whose full blocks are stored, or None before its first step."""
+    """The state of one request. `stored` is the number of tokens whose full blocks were given to the tiers. It is None
+    before the first step of the request.
+    """
 
     request: Request
     hashes: RequestHashes
@@ -69,7 +73,9 @@ class SchedulerSide:
         self._numbers = 0
 
     def add(self, request: Request) -> None:
-        """Start to follow a request. A request with prompt embeddings has no tokens to hash, and is left alone."""
+        """Start to follow a request. A request with prompt embeddings is ignored, because it has no tokens to hash. So
+        is a request whose adapter cannot be identified.
+        """
         if request.prompt_embeds is not None:
             return
         try:
@@ -80,8 +86,8 @@ class SchedulerSide:
         self._requests[request.request_id] = _State(request, hashes, may_load=self._loads)
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return the number of tokens after `computed` that can be loaded, and whether the load is asynchronous. The
-        number is None while tiers are looked up.
+        """Return how many tokens after `computed` can be loaded, and whether they are loaded asynchronously. The number
+        is None while the workers look in the tiers.
         """
         state = self._requests.get(request.request_id)
         if state is None or not state.may_load or request.skip_reading_prefix_cache:
@@ -109,8 +115,9 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Load `external` tokens into the request's blocks. vLLM calls this method again when the load has ended,
-        with `external` 0."""
+        """Let the workers load the last `external` tokens of the offered prefix into the blocks that vLLM has
+        allocated. When the load has ended, vLLM calls this method again with `external` 0.
+        """
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
             return
@@ -143,8 +150,9 @@ class SchedulerSide:
         return step
 
     def _store(self, state: _State, tokens: int, output: SchedulerOutput, step: Step) -> None:
-        """Store the blocks that are complete after this step. Rejected draft tokens, and tokens that are not sampled
-        yet, complete no block."""
+        """Add the blocks that are complete after this step to the blocks that the workers store. Draft tokens that may
+        be rejected, and tokens that are not sampled yet, complete no block.
+        """
         request = state.request
         if state.stored is None:
             state.stored = request.num_computed_tokens
@@ -171,7 +179,7 @@ class SchedulerSide:
         state.stored = stop
 
     def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
-        """Record the answers of the workers. A request whose load failed computes its prompt."""
+        """Record the answers of the workers. A request whose load failed computes its whole prompt."""
         for answer in answers:
             state = self._requests.get(answer.request_id)
             lookup = None if state is None else state.lookup
@@ -187,7 +195,7 @@ class SchedulerSide:
                 state.may_load = False
 
     def finish(self, request: Request) -> None:
-        """Forget a request. Its leased pages are released."""
+        """Forget a request that has finished. The workers release its leased pages."""
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.lookup is not None:
             self._next.ended.append(request.request_id)

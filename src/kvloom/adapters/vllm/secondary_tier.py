@@ -1,7 +1,7 @@
-"""KvloomTier: kvloom's tiers below vLLM's own CPU offloading (`TieringOffloadingSpec`), by `module_path`.
+"""KvloomTier: kvloom's tiers behind vLLM's own CPU offloading (`TieringOffloadingSpec`), selected by `module_path`.
 
-vLLM copies blocks between the GPU and its CPU memory. This tier copies chunks of that memory to and from kvloom's
-tiers. vLLM's scheduler calls it, so no call waits: one thread owns the tiers and copies the bytes.
+vLLM copies blocks between the GPU and its CPU memory. This tier copies chunks of that CPU memory to and from kvloom's
+tiers. vLLM's scheduler calls it, so no call may wait. One thread owns the tiers and copies the bytes.
 
     lookup ──> queue ──> thread: TierLookup ──> HIT or MISS at a later call; RETRY until then
     submit_store ──> queue ──> thread: copy to host memory, queues of the other tiers ──> get_finished_jobs
@@ -31,14 +31,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvloom.adapters.common import TierPages, weights_digest
 from kvloom.core import HASH_BYTES, root_hash
 from kvloom.tiers import Form, Objects, Outcome
 from kvloom.tiers.host import copy_pages
 from kvloom.tiers.transfers import FetchJob, TierLookup
 
-from .identity import weights_digest
 from .settings import Settings
-from .tier_pages import TierPages
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -54,7 +53,9 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Load:
-    """A load job in the thread. `objects` has one entry per group, and `rows` the chunks of its objects."""
+    """A load job of vLLM, as the thread runs it. For each group, `objects` are its pages in the tiers, and `rows` are
+    the chunks of vLLM's CPU memory to fill.
+    """
 
     job: TransferJob
     objects: list[Objects]
@@ -65,10 +66,11 @@ class _Load:
 
 
 class KvloomTier(SecondaryTierManager):
-    """One secondary tier over kvloom's tiers. `tiers`, `load_seconds` and the other settings are those of the
-    connector.
+    """A secondary tier of vLLM that stores chunks in kvloom's tiers. `tiers` and `load_seconds` are as in the
+    connector's `Settings`.
 
-    vLLM's block hashes are its keys. They cover the cache salt and the name of the LoRA adapter, but not its version.
+    Chunks are found by vLLM's block hashes. These cover the cache salt and the name of the LoRA adapter, but not the
+    version of the adapter.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -88,7 +90,7 @@ class KvloomTier(SecondaryTierManager):
         self._root, self._form = _root(config), _form(config, self.block_size_bytes)
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self._seconds = settings.load_seconds
-        self._tiers = TierPages(settings, self.block_size_bytes)
+        self._tiers = TierPages(settings.tiers, self.block_size_bytes)
         self._found: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None while it is looked up
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lookups: list[tuple[TierLookup, list[list[tuple[str, OffloadKey]]]]] = []
@@ -170,7 +172,7 @@ class KvloomTier(SecondaryTierManager):
         self._tiers.close()
 
     def _guarded(self, job: TransferJob, call: Callable[[], None]) -> None:
-        """Call `call`. An error ends the job, not the thread."""
+        """Run `call` for a job. If it raises, the job fails, and the thread continues."""
         try:
             call()
         except Exception:
@@ -178,7 +180,7 @@ class KvloomTier(SecondaryTierManager):
             self._finish(JobResult(job.job_id, success=False, successful_keys=()))
 
     def _batches(self, keys: Collection[OffloadKey]) -> tuple[list[Objects], list[list[int]]]:
-        """Return one batch of objects per group, and the positions of its objects in `keys`."""
+        """Return the objects of `keys`, one batch per group, and for each batch the indices of its objects in `keys`."""
         groups: dict[int, list[int]] = {}
         names = list(keys)
         for i, key in enumerate(names):
@@ -275,7 +277,9 @@ class KvloomTier(SecondaryTierManager):
 
 
 def _root(config: OffloadingConfig) -> bytes:
-    """Return the root of the keys: the weights, and how vLLM hashes blocks."""
+    """Return the root of all block hashes in the tiers. It covers the weights, and how vLLM divides tokens into hashed
+    chunks.
+    """
     try:
         weights = weights_digest(config.model.name, None)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Block events of tiers in vLLM's format: which blocks host memory and disk have stored and removed.
 
-Workers report kvloom's block hashes. The scheduler publishes vLLM's own block hashes, which routers know. It keeps both
-for the blocks that this process has stored.
+Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler publishes
+those. For this purpose it stores both hashes of every block that this process has stored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["TierEvents"]
 
 MAX_BLOCKS = 1 << 20
-"""Blocks that are remembered. The oldest are forgotten, and their removal is not published."""
+"""Largest number of blocks whose hashes are stored. Beyond it the oldest are dropped, and their removal is not
+published.
+"""
 
 
 @dataclass(slots=True)
 class _Block:
-    """What an event contains of one block. `media` are the media that have it."""
+    """The fields of the events about one block. `media` are the media that have the block now."""
 
     hash: bytes
     parent: bytes | None
@@ -38,7 +40,9 @@ class _Block:
 
 
 class TierEvents:
-    """Makes events from the changes of tiers. Groups whose blocks are not those of vLLM's hashes have no events."""
+    """Creates vLLM's events from changes of tiers. A group has events only if its blocks are as large as those that
+    vLLM hashes.
+    """
 
     def __init__(self, groups: Sequence[BlockGroup], hash_tokens: int) -> None:
         self._groups = {group.index: group for group in groups if group.block_tokens == hash_tokens}
@@ -46,7 +50,9 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Remember block `index` of a request, which is going to be stored."""
+        """Remember the fields of block `index` of a request for later events. The block is about to be stored in tiers
+        under `block_hash`.
+        """
         if group not in self._groups or index >= len(request.block_hashes):
             return
         size = self._groups[group].block_tokens

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.adapters.common import TierPages
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers import FetchJob, TierLookup
 
@@ -25,16 +26,15 @@ from .compute_time import ComputeTime
 from .layer_pages import LayerPages
 from .messages import Answer, Change, Load, Lookup, Step, Store
 from .settings import Settings
-from .tier_pages import TierPages
 
 __all__ = ["WorkerSide", "WorkerStats"]
 
 MAX_ROUNDS = 3
-"""How often a lookup tries a shorter prefix after pages failed."""
+"""Largest number of attempts of a lookup. After pages failed to load, the next attempt uses a shorter prefix."""
 MIN_SECONDS = 0.1
-"""Shortest deadline of a load."""
+"""Shortest deadline of a load, in seconds."""
 IDLE_SECONDS = 0.001
-"""How long a step without tokens waits for tiers, so that an idle engine does not spin."""
+"""Seconds that a step without tokens waits for tiers, so that an idle engine does not spin."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class WorkerStats:
     loaded_tokens: int = 0
     failed_loads: int = 0
     refused_loads: int = 0
-    """Loads that were slower than recomputing."""
+    """Number of loads that were not started, because recomputing was estimated to be faster."""
 
 
 @dataclass
 class _LookupJob:
-    """One lookup and its pages. Blocks are counted from the first block after token `message.start`."""
+    """One lookup and its pages. Block indices count from the block at token `message.start`."""
 
     message: Lookup
     objects: list[Objects]
@@ -61,7 +61,7 @@ class _LookupJob:
     found: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     fetch: FetchJob | None = None
     target: int = 0
-    """The position that the job loads pages for."""
+    """The resume position for which the job loads pages."""
     rounds: int = 0
     firsts: list[int] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
@@ -106,11 +106,11 @@ class WorkerSide:
 
     @property
     def faults(self) -> Counter[tuple[str, str, str]]:
-        """Pages by tier, operation and outcome, for every outcome that is not a success."""
+        """Number of pages by tier, operation and outcome, for every outcome except success."""
         return self._tiers.manager.fault_log.counts
 
     def begin_compute(self) -> None:
-        """Note that the model starts to compute a step."""
+        """Record that the model starts to compute a step."""
         self._compute.begin()
 
     def end_step(self, step: Step) -> None:
@@ -134,7 +134,7 @@ class WorkerSide:
         return answers
 
     def take_changes(self) -> list[Change]:
-        """Return what tiers stored and removed since the last call, of pages of this layout."""
+        """Return the pages that tiers stored and removed since the last call. Pages of other layouts are left out."""
         return [
             Change(medium, change.is_stored, change.group, change.block_hash)
             for medium, changes in self._watched
@@ -143,7 +143,7 @@ class WorkerSide:
         ]
 
     def end(self, request_id: str) -> None:
-        """Release the pages of a request that loads nothing more."""
+        """End the lookup of a request and release its leased pages."""
         job = self._pending.pop(request_id, None)
         if job is not None and job.fetch is not None:
             job.fetch.cancel()
@@ -207,8 +207,9 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Load the pages of the longest prefix that tiers have. Returns False if there is none, or if recomputing is
-        faster."""
+        """Start to load the pages of the longest prefix that tiers have. Returns False if there is none, or if
+        recomputing is faster.
+        """
         start = job.message.start
         positions = resume_positions(self._groups, start, job.message.end, job.found)
         if not positions:
@@ -228,19 +229,20 @@ class WorkerSide:
         return True
 
     def _needed(self, job: _LookupJob, number: int) -> Objects:
-        """Return the pages of one group that the job loads."""
+        """Return the pages of group `number` that the job needs to resume at its target."""
         group, objects = self._groups[number], job.objects[number]
         first, last = self._first(job, number), (job.target - job.message.start) // group.block_tokens
         return Objects(objects.block_hashes[first:last], objects.group, objects.form)
 
     def _first(self, job: _LookupJob, number: int) -> int:
-        """Return the index of the first page of one group that the job loads."""
+        """Return the index of the first block of group `number` that the job needs."""
         group = self._groups[number]
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether loading takes longer than recomputing, by what was measured. Pages in host memory are always
-        loaded."""
+        """Return whether loading the `missing` pages is estimated to take longer than computing their tokens. Returns
+        False if all pages are in host memory, or if too little was measured.
+        """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:
             return False
@@ -261,7 +263,9 @@ class WorkerSide:
         return slow
 
     def _lease(self, job: _LookupJob) -> bool:
-        """Lease the loaded pages. If some are missing, mark them, release the others and return False."""
+        """Lease the loaded pages of a job. If a page is missing, record which ones, release all leases and return
+        False.
+        """
         complete = True
         for number in range(len(self._groups)):
             wanted, first = self._needed(job, number), self._first(job, number)

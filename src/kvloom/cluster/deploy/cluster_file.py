@@ -40,8 +40,9 @@ __all__ = ["ClusterFile", "Group"]
 ROLES = ("prefill", "decode", "both")
 SHARE_PORT = 7400
 SURGE = 2
-"""Number of ports in addition to one per replica. During a rolling restart, old and new replicas run at the same
-time."""
+"""Number of ports of a prefill group beyond one per replica. In a rolling restart, old and new replicas run at the same
+time.
+"""
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
     "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
@@ -138,8 +139,9 @@ class ClusterFile:
         return groups
 
     def _check(self) -> None:
-        """Parse the arguments of every group in the same way as its command. Raises ValueError if the command would
-        refuse them."""
+        """Parse the arguments of every group with the parser of its command. Raises ValueError if the command would
+        refuse them.
+        """
         from kvloom.cluster.router import command as route
         from kvloom.serve import serve_command as serve
 

@@ -1,7 +1,7 @@
-"""The list of a cluster's workers and routers. Each of them announces itself every second. Each router reads the
-workers from the list and registers them with itself.
+"""The list of a cluster's workers and routers. Each process announces itself to the list every second. Each router
+registers the workers of the list with itself.
 
-The list is not stored. If the actor that has the list is restarted, the list is complete again after a second.
+The list is kept in memory by a Ray actor. If the actor is restarted, the list is complete again after a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Members:
         return {url: about for url, (_, about) in self._seen.items() if about["command"] == command}
 
     def digests(self, new: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the digests of the deployed groups. If `new` is given, it replaces them first."""
+        """Return the digest of each deployed group, by name. If `new` is given, store it first."""
         if new is not None:
             self._digests = new
         return self._digests

@@ -31,8 +31,9 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns the number of replicas at which each replica has about `target_requests`
-    open requests."""
+    """A scaling policy of Ray Serve. Returns the number of replicas at which each has about `target_requests` open
+    requests, but at least the configured minimum.
+    """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
     return max(wanted, context.capacity_adjusted_min_replicas), {}

@@ -33,9 +33,11 @@ class DivergedError(Exception):
 
 
 class AnswerStream:
-    """Forwards the events of one streamed answer from a worker to the client. Records the tokens sent so far, so that
-    another worker can continue the stream. With `hides_tokens`, token ids are removed, because the client did not ask
-    for them."""
+    """Forwards the events of one streamed answer from a worker to the client.
+
+    It records the text and tokens that the client has, so that another worker can continue the stream. With
+    `hides_tokens`, token ids are removed from the events, because the client did not ask for them.
+    """
 
     def __init__(self, hides_tokens: bool) -> None:
         self._tokens: list[int] = []
@@ -44,7 +46,9 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Number of characters that a continued stream has repeated so far."""
+        """Number of characters that the present worker has sent, by choice and text. After a failover it first repeats
+        known text.
+        """
         self._is_continued = False
         self._finished: set[int] = set()
         self._head: dict[str, Any] = {}
@@ -57,8 +61,9 @@ class AnswerStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer (choice 0). If several workers generated the answer, this is the longest list
-        that one worker sent."""
+        """Token ids of the first answer (choice 0) so far. After a failover, the longer of two lists: the tokens of the
+        present worker, and those from before the failover.
+        """
         return max(self._tokens, self._known, key=len)
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
@@ -123,7 +128,7 @@ class AnswerStream:
 
     @staticmethod
     def _texts(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
-        """Return (owner, key, name) of all texts in a choice that grow from event to event."""
+        """Return all texts in a choice that grow from event to event, as (dictionary, its key, name of the text)."""
         if isinstance(choice.get("text"), str):
             return [(choice, "text", "text")]
         delta = choice.get("delta") or {}

@@ -131,7 +131,7 @@ class RouterApplication:
         self, method: str, path: str, headers: dict[str, str], receive: Receive, send: Send
     ) -> None:
         if method == "GET" and path == "/health":
-            alive = sum(worker.is_alive for worker in self.fleet.workers.values() if worker.url)
+            alive = sum(worker.answers for worker in self.fleet.workers.values() if worker.url)
             status = 200 if alive else DEAD_STATUS
             await _json(send, {"status": "ok" if alive else "no worker", "workers": alive}, status)
         elif method == "GET" and path == "/version":
@@ -272,7 +272,8 @@ def _worker(fleet: Fleet, name: str) -> dict[str, Any]:
             "tokens": 0 if load is None else load.tokens,
             "events": None if following is None else msgspec.to_builtins(following[0].counts),
         }
-    return {"name": name, "url": worker.url, "alive": worker.is_alive, "models": models}
+    encodes = {"encodes": list(worker.encodes)} if worker.encodes else {}
+    return {"name": name, "url": worker.url, "alive": worker.is_alive, "models": models, **encodes}
 
 
 def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
@@ -287,6 +288,7 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
+        "named_encoders": counts.named_encoders,
         "slo_refused": counts.slo_refused,
         "copied_prefixes": proxy.replicator.copied,
         "failed_copies": proxy.replicator.failed,

@@ -37,25 +37,28 @@ class Call:
     at: float = field(default_factory=now)
     keys: PromptKeys | None = None
     hashes: dict[str, list[int]] = field(default_factory=dict)
-    """Block hashes of the prompt, by worker."""
+    """Block hashes of the prompt, by worker. Workers with different roots have different hashes."""
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Numbers of cached prompt tokens by worker and medium, at the time when a worker was chosen."""
+    """Numbers of cached prompt tokens by worker, one per medium, when a worker was chosen."""
     tried: set[str] = field(default_factory=set)
     refused: bool = False
     """Whether a living worker refused the call because it had too much work."""
     failures: int = 0
     """Number of workers that failed while they had the call."""
     waited: float = 0.0
-    """Seconds for which no worker could take the call."""
+    """Seconds that the call has waited because no worker could take it."""
     lossy: bool = False
+    encoders: list[tuple[str, int]] = field(default_factory=list)
+    """Encode workers named for the images of the call, and the number of images, until the first token."""
 
     @property
     def is_stream(self) -> bool:
         return self.body.get("stream") is True
 
     def with_fields(self, more: dict[str, Any]) -> bytes:
-        """Return the request with more fields. New fields are appended to the request as the client sent it, so its prompt
-        is not encoded again."""
+        """Return the request's JSON with additional fields. If possible they are appended to the bytes that the client
+        sent, so that the prompt is not encoded again.
+        """
         if not more:
             return self.raw
         if not self.body or not self.body.keys().isdisjoint(more):
@@ -64,7 +67,9 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """The name of the client's session, or None."""
+        """The tenant and name of the client's session, or None. The name is `session_id`, the header x-session-id, or
+        `user`.
+        """
         for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
             if isinstance(found, str) and found:
                 return f"{self.tenant}\0{found}"

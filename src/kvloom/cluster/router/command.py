@@ -53,11 +53,11 @@ def worker_address(text: str) -> WorkerAddress:
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser)
     add = parser.add_argument
-    worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; for vLLM with ?events=ADDRESS&replay=ADDRESS, its ZMQ sockets; repeatable; others may /register"
+    worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; for vLLM with ?events=ADDRESS&replay=ADDRESS, its ZMQ sockets; repeatable; workers can also be added with /register"
     add("--worker", action="append", default=[], type=worker_address, metavar="URL", help=worker)
-    found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; followed; repeatable"
+    found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; resolved again regularly; repeatable"
     add("--discover", action="append", default=[], type=server, metavar="URL", help=found)
-    worker_key = "API key with which the router checks its workers, where they require keys; clients send their own (default: $KVLOOM_WORKER_KEY)"
+    worker_key = "API key with which the router checks workers that require keys; clients send their own keys (default: $KVLOOM_WORKER_KEY)"
     add("--worker-key", metavar="KEY", help=worker_key)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
@@ -77,21 +77,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-tokenize", action="store_true", help=text)
     key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
     add("--admin-key", metavar="KEY", help=key)
-    inflight = "requests of one worker at once; beyond that they wait, and tenants take turns (default: 256)"
+    inflight = "largest number of requests that run on one worker; further requests wait, and tenants take turns (default: 256)"
     add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
     add(
         "--max-queue",
         type=whole(0),
         default=10_000,
         metavar="N",
-        help="requests waiting at most (default: 10000)",
+        help="largest number of waiting requests (default: 10000)",
     )
     add(
         "--attempts",
         type=whole(1),
         default=4,
         metavar="N",
-        help="workers that a request may try (default: 4)",
+        help="number of workers that may fail before a request ends with an error (default: 4)",
     )
     deadline = "seconds after which a request ends with an error (default: 600)"
     add("--deadline-seconds", type=number(0, above=True), default=600.0, metavar="S", help=deadline)
@@ -107,17 +107,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="limit of a request body (default: 64MiB)",
     )
     add("--affinity-seconds", type=number(0), default=0.05, metavar="S",
-        help="gain of a session's last worker in the score (default: 0.05)")  # fmt: skip
+        help="seconds by which the cost of a session's last worker is reduced (default: 0.05)")  # fmt: skip
     add("--overload-seconds", type=number(0), default=2.0, metavar="S",
-        help="backlog above the least one from which affinity yields (default: 2)")  # fmt: skip
-    copies = "workers that have a hot prefix: the router copies it from one to another, so that no death loses it (default: 1: no copies)"
+        help="no affinity to a worker whose backlog exceeds the smallest backlog by more seconds (default: 2)")  # fmt: skip
+    copies = "number of workers that should have each hot prefix, so that it survives the death of a worker (default: 1, no copies)"
     add("--copies", type=whole(1), default=1, metavar="N", help=copies)
     add(
         "--hot-hits",
         type=whole(1),
         default=3,
         metavar="N",
-        help="hits from which a prefix is hot (default: 3)",
+        help="number of hits after which a prefix is hot (default: 3)",
     )
     level = "least severe messages to log (default: info)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)

@@ -41,8 +41,7 @@ CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 DISCOVER_SECONDS = 2.0
 FAILED_RESOLUTIONS = 5
-"""A dead worker is removed after this many name resolutions in a row whose result does not contain the worker's
-address."""
+"""A discovered worker that is dead is removed after this many name resolutions in a row without its address."""
 FAILED_CHECKS = 2
 """A worker is dead after this many failed checks in a row."""
 
@@ -61,11 +60,13 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     role: str = "both"
-    """Role of the worker: "prefill", "decode" or "both"."""
+    """Role of the worker: "prefill", "decode", "encode" or "both"."""
     peer: str | None = None
     """Address (`host:port`) at which other workers read the pages of this worker."""
     reads: tuple[str, ...] = ()
     """Addresses of the peers from which this worker reads pages."""
+    encoders: tuple[str, ...] = ()
+    """Addresses of the encode workers that this worker may ask."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
@@ -84,24 +85,27 @@ class Sent:
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """Number of prompts that this prefill worker computed for each decode worker, by decode worker."""
+    """Number of prompts that this prefill worker computed, or of requests whose images this encode worker was named
+    for, by the worker that answers."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is followed but gets no requests."""
+    """One worker. `url` is "" for an instance whose events are followed, but which gets no requests."""
 
     name: str
     url: str
     origin: str = ""
-    """The URL whose host name led to the worker, if it was discovered."""
+    """If the worker was discovered: the URL whose host name resolved to its address."""
     is_alive: bool = False
     is_kvloom: bool = False
     models: dict[str, Offer] = field(default_factory=dict)
+    encodes: dict[str, Offer] = field(default_factory=dict)
+    """Models whose images this worker encodes. An encode worker answers no requests, so its `models` are empty."""
     given: dict[str, Offer] = field(default_factory=dict)
-    """Models and event addresses that a registration stated."""
+    """Models and event addresses that were stated when the worker was registered."""
     publishes: Offer = field(default_factory=Offer)
     """Event addresses of models that no registration states. Adapters have no events of their own. A kvloom worker
     reports its addresses itself."""
@@ -109,13 +113,19 @@ class Worker:
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests of other routers, at the time of the worker's last report. It is stored because the
-    number of this router's own requests changes after the report."""
+    """Number of open requests that other routers had sent, at the worker's last report. It is stored, because it cannot
+    be computed later: the number of this router's own requests changes.
+    """
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the worker is alive and answers requests. Encode workers do not."""
+        return self.is_alive and bool(self.models)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +138,7 @@ class ServedModel:
     scorer: Scorer
     speed: SpeedModel = field(default_factory=SpeedModel)
     texts: FleetIndex = field(default_factory=FleetIndex)
-    """Prefixes of texts that were sent to workers. They are used if prompts cannot be tokenised."""
+    """For prompts that cannot be tokenised: an index of the text prefixes that were sent to each worker."""
 
 
 class Fleet:
@@ -226,6 +236,11 @@ class Fleet:
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
+    def encode_workers(self, model: str, addresses: tuple[str, ...]) -> list[str]:
+        """Return the names of living encode workers of a model that share embeddings at one of `addresses`."""
+        alive = [w for w in self.workers.values() if w.is_alive and model in w.encodes]
+        return [w.name for w in alive if w.encodes[model].peer in addresses]
+
     # -- health -------------------------------------------------------------------------------------
 
     async def _keep_checking(self, worker: Worker) -> None:
@@ -246,6 +261,8 @@ class Fleet:
                 self._died(worker, f"{type(error).__name__}: {error}")
             return
         worker.failed_checks = 0
+        worker.encodes = {model: offer for model, offer in offers.items() if offer.role == "encode"}
+        is_reached, offers = bool(offers), {m: o for m, o in offers.items() if m not in worker.encodes}
         for model in [model for model in worker.models if model not in offers]:
             await self._withdraw(worker, model)
         for model, offer in offers.items():
@@ -258,9 +275,10 @@ class Fleet:
                 # The role may change while serving.
                 known.role, known.peer, known.load = offer.role, offer.peer, offer.load
                 known.step_times, known.objective = offer.step_times, offer.objective
-        if not worker.is_alive and offers:
+                known.encoders = offer.encoders
+        if not worker.is_alive and is_reached:
             worker.is_alive = True
-            log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
+            log.info("worker %s is alive: %s", worker.name, ", ".join(offers or worker.encodes))
 
     async def _ask(self, worker: Worker) -> dict[str, Offer]:
         """Return the models that a worker serves. Raises if the worker is not healthy."""
@@ -329,8 +347,9 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Remove the blocks of a worker that no longer serves a model. The work is done in steps, so that other tasks
-        can run between them."""
+        """Stop following a model that a worker no longer serves, and remove its blocks from the index. Other tasks can
+        run meanwhile.
+        """
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:
@@ -386,6 +405,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found.get("role", "both"),
         found.get("peer"),
         tuple(found.get("reads") or ()),
+        tuple(found.get("encoders") or ()),
         found.get("load") or {},
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),

@@ -3,9 +3,9 @@ but answers stay correct.
 
     prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
-Events of the workers fill one index per medium. One more index has the expected blocks: those of requests that were
-sent to a worker and that its events have not reported yet. For a worker without events, blocks of past requests stay
-expected.
+Events of the workers fill one index per medium. Another index has expected blocks: a request was sent to the worker, so
+it will have the blocks soon. Expected blocks are removed when events report them. For a worker without events they
+stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvloom.events_wire import (
 __all__ = ["FleetIndex", "Group", "WorkerBlocks"]
 
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of layer groups in which every prompt token needs a page. None is the kind of events that state no kind."""
+"""Kinds of layer groups in which every token of the prompt needs a page. None stands for events that state no kind."""
 MAX_EXPECTED = 200_000
 """Largest number of expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
 
@@ -63,9 +63,10 @@ class Group:
 class WorkerBlocks:
     """What the index stores about one worker, in addition to its blocks.
 
-    `trusts_hashes` states that the worker's block hashes are those of `kvloom.core`. A worker with other hashes,
-    such as vLLM, is foreign. The router then hashes the tokens of its events, starting from `root`. `names` maps a
-    foreign hash to the router's hashes of the same block."""
+    If `trusts_hashes`, the worker's block hashes are those of `kvloom.core`. Otherwise the worker is foreign, such as
+    vLLM. The router then hashes the tokens of its events itself, starting from `root`. `names` maps a foreign hash to
+    the router's hashes of the same block.
+    """
 
     number: int
     trusts_hashes: bool = True
@@ -118,8 +119,9 @@ class FleetIndex:
         self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
 
     def remove(self, worker: str) -> Iterator[None]:
-        """Remove a worker, a part of its blocks in each iteration. The caller must iterate to the end. `lengths`
-        leaves the worker out after the first iteration."""
+        """Remove a worker. Each iteration removes a part of its blocks, so that other tasks can run between two
+        iterations. The caller must iterate to the end. After the first iteration, `lengths` leaves the worker out.
+        """
         blocks = self._workers.pop(worker, None)
         if blocks is not None:
             self._names[blocks.number] = ""
@@ -161,8 +163,9 @@ class FleetIndex:
                     index.dropped(_integers(event.block_hashes), groups, place)
 
     def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
-        """Return the layer group of an event, or None if the index leaves out the group. For a foreign worker, the
-        index has only groups with MAIN_KINDS, and numbers them as group 0."""
+        """Return the layer group to which an event belongs, or None if the index does not store this group. Of a
+        foreign worker, only groups of MAIN_KINDS are stored, all as group 0.
+        """
         if blocks.trusts_hashes:
             index = index or 0
             return index if index in self._known else None
@@ -192,7 +195,7 @@ class FleetIndex:
                 index.forget(str(blocks.number))
 
     def expect(self, worker: str, hashes: Sequence[int]) -> None:
-        """Record that a worker will have these blocks soon, because a request was sent to it."""
+        """Record that a worker will have these blocks soon, because a request with them was sent to it."""
         blocks = self._workers.get(worker)
         if blocks is None or not hashes:
             return
@@ -205,17 +208,20 @@ class FleetIndex:
             self._expected.dropped([order.popitem(last=False)[0]], (0,), place)
 
     def arrived(self, worker: str, hashes: Iterable[int]) -> None:
-        """Remove blocks from the expected blocks, because events report them now. Does nothing for a worker without
-        events."""
+        """Remove blocks from the expected blocks of a worker, because the worker has computed them and its events
+        report them. Does nothing for a worker without events.
+        """
         blocks = self._workers.get(worker)
         if blocks is not None and blocks.has_events:
             gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
             self._expected.dropped(gone, (0,), str(blocks.number))
 
     def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
-        """Return, for each worker, the number of prompt tokens that it has, as one number per entry of MEDIA. Each
-        number counts the medium and all nearer media, so the numbers never decrease. For the cost see
-        `HashIndex.lengths`."""
+        """Return, for each worker, how many tokens of the prompt it has cached, as one number per entry of MEDIA.
+
+        Each number counts the blocks in its medium and in all nearer media, so the numbers never decrease. Expected
+        blocks count everywhere. For the cost see `HashIndex.lengths`.
+        """
         gpu = self._media[GPU]
         farther = [index if len(index) else None for index in (self._media[medium] for medium in MEDIA[1:])]
         if any(farther):
@@ -239,7 +245,7 @@ class FleetIndex:
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:
-    """Return the root of a foreign worker's block hashes for an adapter."""
+    """Return the root of a foreign worker's block hashes for requests with an adapter."""
     return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
 
 

@@ -91,6 +91,7 @@ class FleetState:
                 "prompt_tokens": counts.prompt_tokens,
                 "cached_tokens": counts.expected_hit_tokens,
                 "hand_overs": counts.hand_overs,
+                "named_encoders": counts.named_encoders,
                 "failovers": counts.failovers,
                 "continued_streams": counts.continued_streams,
                 "deaths": fleet.deaths,
@@ -126,13 +127,19 @@ class FleetState:
         sent = worker.sent
         if not has_report:
             sums["prompt_tokens"], sums["cached_tokens"] = sent.prompt_tokens, sent.expected_hit_tokens
-        roles = {offer.role for offer in worker.models.values()}
+        roles = {offer.role for offer in (*worker.models.values(), *worker.encodes.values())}
+        images = 0
+        for offer in worker.encodes.values():
+            sums["waiting"] += int(offer.load.get("waiting", 0))
+            tiers += offer.load.get("tiers", [])
+            images += int(offer.load.get("encoding", {}).get("encoded_images", 0))
         return {
             "name": worker.name,
             "url": worker.url,
             "alive": worker.is_alive,
             "role": roles.pop() if len(roles) == 1 else "both",
-            "models": list(worker.models),
+            "models": list(worker.models or worker.encodes),
+            "images": images,
             "open_requests": worker.open_requests,
             **sums,
             "used": used,

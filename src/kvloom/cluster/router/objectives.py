@@ -45,8 +45,9 @@ def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
 def predict(
     load: WorkerLoad, times: Sequence[float], token_budget: int, prompt: int, cached: int, now: float
 ) -> Prediction | None:
-    """Predict the times of a request on a worker from the requests that this router sent there. Returns None if the worker
-    has not reported its step times."""
+    """Predict TTFT and time between tokens of a request on a worker, from the requests that this router sent there.
+    Returns None if the worker has not reported its step times.
+    """
     if not times:
         return None
     waiting = [one for one in load.requests.values() if not one.has_first]
@@ -62,8 +63,12 @@ def predict(
 
 
 def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
-    """Return the decision for a worker, with a margin. A request with a deadline is always admitted, because it may
-    wait at the worker."""
+    """Return whether to admit a request on a worker. The request is refused only if the prediction exceeds MARGIN times
+    the objective.
+
+    A request with a deadline is always admitted, because it may wait at the worker. So is a request without a
+    prediction.
+    """
     if prediction is None or objective.deadline_ms is not None:
         return Decision(Verdict.ADMIT)
     relaxed = replace(

@@ -1,8 +1,9 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
-the request has token ids ──────────────────────────────────────▶ hashes for every root that workers use
-text or chat ──▶ tokens from a tokenizer or a worker's /tokenize ──▶ hashes for every root that workers use
-tokens cannot be found ──▶ hashes of 64-byte pieces of the text: for affinity only, not to look up a worker's blocks
+request                      hashes
+with token ids               block hashes, for every root that workers use
+text or chat                 the same, after a tokenizer or a worker's /tokenize has returned the tokens
+text without known tokens    hashes of 64-byte pieces of the text; they show only which worker had the same text before
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class PromptKeys:
     """A prompt in the router: its tokens if they are known, else hashes of pieces of its text."""
 
     tokens: bytes | None
-    """Token ids of the prompt as bytes."""
+    """Token ids of the prompt as bytes, or None if they are unknown."""
     text: list[int]
     length: int
     """Number of tokens. It is an estimate if only the text is known."""
@@ -51,7 +52,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads prompts. `tokenizer` is a folder with a tokenizer.json, which tokenises texts. Workers tokenise chats."""
+    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Chats are
+    tokenised by a worker.
+    """
 
     def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
         self._fleet, self._uses_workers = fleet, uses_workers
@@ -114,7 +117,7 @@ class PromptReader:
         able = [
             w
             for w in self._fleet.workers.values()
-            if w.is_alive and w.url and (model is None or model in w.models)
+            if w.answers and w.url and (model is None or model in w.models)
         ]
         if not able:
             return None
@@ -154,8 +157,9 @@ def _has_media(messages: list[Any]) -> bool:
 def roots_of(
     fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
 ) -> dict[bytes, list[str]]:
-    """Return the workers, grouped by the root hash that they use. Workers of one fleet usually have the same root
-    hash."""
+    """Return the workers `names`, grouped by the root that their block hashes of this request have. Usually all workers
+    have the same root.
+    """
     found: dict[bytes, list[str]] = {}
     for name in names:
         offer: Offer = fleet.workers[name].models[model]

@@ -31,6 +31,7 @@ from kvloom.serve.errors import ApiError, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .call import FORWARDED, Call
+from .encoders import EncoderChooser, image_hashes
 from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .objectives import admissible, objective_of, predict
@@ -47,7 +48,7 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
-"""Error codes with which a worker reports that it is temporarily unavailable or is being replaced by other workers."""
+"""Error codes of a worker that is temporarily unavailable, or that is being replaced."""
 WAIT_STEP = 0.1
 """Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
@@ -98,6 +99,8 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Number of requests whose prompt was computed by a prefill worker."""
+    named_encoders: int = 0
+    """Number of requests with images for which an encode worker was named."""
     slo_refused: int = 0
     """Number of requests that were refused because no worker could meet their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
@@ -125,6 +128,7 @@ class Proxy:
         self.fleet, self.reader, self.options = fleet, reader, options or ProxyOptions()
         self.replicator = Replicator(fleet, replication)
         self.queue = FairQueue(self.options.inflight, self.options.queue)
+        self.encoders = EncoderChooser()
         self.counts = Counts()
         self._tenants: dict[str, str] = {}
         self._turn = 0
@@ -161,7 +165,7 @@ class Proxy:
         limit = min(self.options.wait_seconds, self.options.deadline_seconds)
         for _ in range(int(limit / WAIT_STEP)):
             workers = self.fleet.workers.values()
-            if not workers or any(worker.is_alive for worker in workers):
+            if not workers or any(worker.answers for worker in workers):
                 break
             await asyncio.sleep(WAIT_STEP)
         return self._model(call)
@@ -173,7 +177,7 @@ class Proxy:
             return next(iter(models))
         if isinstance(asked, str) and asked in models:
             return asked
-        if not any(worker.is_alive for worker in self.fleet.workers.values()):
+        if not any(worker.answers for worker in self.fleet.workers.values()):
             raise ApiError(
                 503, "no worker is alive: start one, or register it", code="no_worker", retry_after=1
             )
@@ -183,8 +187,9 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the block hashes. It is the tenant of the request's API key. If the request has
-        no key, it is the tenant that the request names."""
+        """Return the tenant that salts the block hashes of a call: the tenant of its API key or, without a key, the
+        tenant that the request names. Asks a worker for the tenant of an unknown key.
+        """
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"
@@ -196,7 +201,7 @@ class Proxy:
                 self._tenants.clear()
             found = ""
             for worker in self.fleet.workers.values():
-                if worker.is_alive and worker.is_kvloom:
+                if worker.answers and worker.is_kvloom:
                     try:
                         async with self.fleet.session.get(
                             f"{worker.url}/kvloom/worker", headers={"authorization": key}, timeout=aiohttp.ClientTimeout(total=2)
@@ -213,8 +218,9 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker. If all living workers have failed this call, wait until a worker is back. A worker that has
-        restarted may be tried again. Raises ApiError if no worker is back in time."""
+        """Choose a worker for a call. If all living workers have failed this call, wait until a worker is back, and
+        then try all workers again. Raises ApiError if no worker is back in time.
+        """
         until = call.at + self.options.deadline_seconds
         while True:
             try:
@@ -232,7 +238,7 @@ class Proxy:
             call.tried.clear()
 
     def choose(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose the best worker that this call has not tried yet. Raises ApiError if there is none."""
+        """Choose the best worker to which this call was not sent yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
         names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
         if not names:
@@ -258,8 +264,9 @@ class Proxy:
     def _within_objective(
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
-        raises ApiError 429 with the best prediction."""
+        """Return the workers that may meet the objective of a call. If no worker can meet it, raise ApiError 429 with
+        the best prediction. A call that was already sent to a worker is not refused, and all workers are returned.
+        """
         assert call.keys is not None
         found: list[str] = []
         best: tuple[Decision, Prediction, Objective] | None = None
@@ -316,7 +323,9 @@ class Proxy:
         return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
 
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return for each worker the number of tokens at which the prompt can resume."""
+        """Return for each worker how many tokens of the prompt are cached, one number per medium. Also stores the
+        hashes of the prompt in the call.
+        """
         keys = call.keys
         assert keys is not None
         if keys.tokens is None:
@@ -357,17 +366,20 @@ class Proxy:
         load = served.scorer.loads.get(worker.name)
         if load is not None:
             load.first_token(call, now())
+        self._encoded(call)
         if call.keys is not None and call.keys.tokens is not None:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
-        """Count a failed attempt. A call ends after too many workers died while they had it, because the call may be
-        the cause. An attempt at a worker that was already dead does not count."""
+        """Count a failed attempt of a call. A call ends after too many failed attempts, because the call itself may be
+        the cause. An attempt at a worker that accepted no connection does not count.
+        """
         self.counts.failovers += 1
         worker.sent.failures += 1
         call.failures += not isinstance(error, _UnreachableError)
 
     def _end(self, call: Call, worker: Worker) -> None:
+        self._encoded(call)
         load = self.fleet.models[call.model].scorer.loads.get(worker.name)
         if load is not None:
             load.ended(call, now())
@@ -377,31 +389,58 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """If the decode worker lacks many tokens, start the prefill of a call on a prefill worker. Return the
-        fields that make the decode worker pull the pages, and the task. Both are empty if the decode worker
-        computes alone.
+        """If the decode worker lacks many prompt tokens, let a prefill worker compute the prompt.
+
+        Returns the request fields that make the decode worker pull the pages, and a list with the task of the prefill.
+        The list is empty if the worker computes the prompt itself. The fields also name an encode worker for images.
         """
+        if "kv_transfer_params" in call.body or call.path not in STREAMED:
+            return {}, []
+        encode = self._named_encoder(call, worker)
+        alone = {"kv_transfer_params": encode} if encode else {}
         keys, served = call.keys, self.fleet.models[call.model]
         assert keys is not None
         offer = worker.models.get(call.model)
         missing = keys.length - choice.cached
-        if offer is None or offer.role != "decode" or call.path not in STREAMED or missing < HAND_OVER_TOKENS:
-            return {}, []
+        if offer is None or offer.role != "decode" or missing < HAND_OVER_TOKENS:
+            return alone, []
         names = self.fleet.prefill_workers(call.model)
         found = (
             served.scorer.choose(keys.length, self._lengths(call, served, names), names, now())
             if names
             else None
         )
-        if found is None or "kv_transfer_params" in call.body:
-            return {}, []
+        if found is None:
+            return alone, []
         prefill = self.fleet.workers[found.worker]
         host, _, port = (prefill.models[call.model].peer or "").rpartition(":")
         self.counts.hand_overs += 1
         prefill.sent.prefills[worker.name] = prefill.sent.prefills.get(worker.name, 0) + 1
         task = asyncio.create_task(self._prefill(call, prefill, keys.length - found.cached))
-        params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port)}
+        params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), **encode}
         return {"kv_transfer_params": params}, [task]
+
+    def _named_encoder(self, call: Call, worker: Worker) -> dict[str, Any]:
+        """Return the fields that name an encode worker for the images of a call. Empty if the call has no images, or
+        if the worker may ask no living encode worker."""
+        offer = worker.models.get(call.model)
+        names = [] if offer is None else self.fleet.encode_workers(call.model, offer.encoders)
+        images = image_hashes(call.body, call.tenant) if names else []
+        name = self.encoders.choose(images, names)
+        if name is None:
+            return {}
+        encoder = self.fleet.workers[name]
+        self.counts.named_encoders += 1
+        call.encoders.append((name, len(images)))
+        encoder.sent.prefills[worker.name] = encoder.sent.prefills.get(worker.name, 0) + 1
+        host, _, port = (encoder.encodes[call.model].peer or "").rpartition(":")
+        return {"encode_host": host.strip("[]"), "encode_port": int(port)}
+
+    def _encoded(self, call: Call) -> None:
+        """Record that the images of a call are encoded, or not needed any more."""
+        for name, count in call.encoders:
+            self.encoders.ended(name, count)
+        call.encoders.clear()
 
     async def _prefill(self, call: Call, worker: Worker, compute: int) -> None:
         """Compute the prompt of a call on a prefill worker. If this fails, the decode worker computes the missing
@@ -410,7 +449,12 @@ class Proxy:
         served, key = self.fleet.models[call.model], object()
         load, hashes = served.scorer.loads[worker.name], call.hashes.get(worker.name, [])
         body = {name: value for name, value in call.body.items() if name not in LEFT_OUT}
-        body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        body |= {
+            "max_tokens": 1,
+            "n": 1,
+            "stream": False,
+            "kv_transfer_params": {"do_remote_decode": True, **self._named_encoder(call, worker)},
+        }
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
         timeout = aiohttp.ClientTimeout(total=self.options.deadline_seconds, sock_connect=5.0)
         load.sent(key, compute, call.keys.length, now())
@@ -432,8 +476,9 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call that is not a stream, and return the answer unchanged. Retries on other workers until the
-        answer has begun."""
+        """Forward a call that is not a stream, and send the answer to the client unchanged. If a worker fails before
+        the answer has begun, the next worker is tried.
+        """
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:
@@ -542,8 +587,10 @@ class Proxy:
     async def _stream_from(
         self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream an answer from one worker. The fields `more` are added to the request. Returns None at the end of the
-        answer, or the worker's refusal."""
+        """Stream an answer from one worker to the client. The fields `more` are added to the request.
+
+        Returns None at the end of the answer. If the worker refuses, returns its status, headers and body.
+        """
         body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
         if worker.is_kvloom:

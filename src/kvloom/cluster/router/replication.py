@@ -1,11 +1,11 @@
-"""Copies hot prefixes to further workers, so that the death of one worker loses no hot page.
+"""Copies hot prefixes to further workers, so that no hot prefix is lost when one worker dies.
 
     request hits L tokens on worker A ──▶ count of the block at L ──▶ hot, and on fewer than `copies` workers?
       1  A:  the first L tokens, max_tokens 1, do_remote_decode     A copies the pages to its shared host memory
       2  B:  the same request, with A's kv_transfer_params          B pulls the pages through its peer tier
 
-Both requests are the same as in a hand-over, with the API key and the salt of the request that made the prefix hot. If
-one of them fails, the prefix still has one copy, as before.
+Requests 1 and 2 are the same as in a hand-over. They have the API key and the salt of the request that made the prefix
+hot. If one of them fails, worker A still has the prefix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PREFIXES = 50_000
 FORGET_SECONDS = 600.0
 """A prefix is no longer hot after this many seconds without a hit."""
 PAUSE_SECONDS = 30.0
-"""Time between two copies of the same prefix."""
+"""Seconds between two copies of the same prefix."""
 MAX_RUNNING = 4
 CALL_SECONDS = 60.0
 
@@ -67,7 +67,9 @@ class Replicator:
     def observe(
         self, call: Call, cached: int, hashes: Sequence[int], lengths: Mapping[str, Sequence[int]]
     ) -> None:
-        """Count a hit of `cached` tokens of a call. Copies the prefix in the background if it is hot. Takes microseconds."""
+        """Count a hit of `cached` tokens of a call. If this makes the prefix hot, copy it to another worker in the
+        background. Takes microseconds.
+        """
         tokens = cached // HASH_TOKENS * HASH_TOKENS
         options = self.options
         if options.copies < 2 or tokens < options.min_tokens or not hashes or call.body.get("lossy") is True:

@@ -82,8 +82,9 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """One request that the router sent to a worker at time `at`. It has `tokens` tokens. The worker must compute
-    `compute` of them, which is expected to take `seconds`."""
+    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute `compute`
+    of them, in an estimated time of `seconds`.
+    """
 
     compute: int
     tokens: int
@@ -104,13 +105,13 @@ class WorkerLoad:
     """Number of tokens of all requests."""
     requests: dict[object, _Sent] = field(default_factory=dict)
     waiting: int = 0
-    """Number of requests without a first token."""
+    """Number of requests that have no first token yet."""
     waiting_tokens: int = 0
     """Number of prompt tokens to compute for the waiting requests."""
     decoding_tokens: int = 0
     """Number of tokens of the requests that have a first token."""
     busy_share: float = 0.0
-    """Share of recent time in which the worker computed prompts."""
+    """Fraction of recent time in which the worker computed prompts."""
     adapters: set[str] = field(default_factory=set)
     cached_tokens: int = 0
     """Number of tokens whose pages are in the pool, from events."""
@@ -173,7 +174,7 @@ class WorkerLoad:
             self.busy_until = max(now, self.busy_until - one.seconds)
 
     def load_share(self, now: float) -> float:
-        """Return the share of recent time in which the worker computed prompts, from 0 (idle) to 1 (saturated)."""
+        """Return the fraction of recent time in which the worker computed prompts, from 0 (idle) to 1 (saturated)."""
         self._decay(now)
         return self.busy_share
 
@@ -184,7 +185,7 @@ class WorkerLoad:
 
 
 BUSY_SECONDS = 30.0
-"""Time over which a worker's load is averaged."""
+"""Time in seconds over which the load of a worker is averaged."""
 
 
 class Choice(NamedTuple):
@@ -254,7 +255,9 @@ class Scorer:
     def _cost(
         self, load: WorkerLoad, prompt_tokens: int, have: Sequence[int], now: float
     ) -> tuple[float, float, int, int]:
-        """Return the cost of a worker without affinity and adapter, and the fields of its Choice."""
+        """Return the cost of a worker in seconds, without affinity and adapter. Also return its expected time to first
+        token, the cached tokens, and the cached tokens on the GPU.
+        """
         options, limit = self.options, prompt_tokens - 1
         on_gpu, cached = have[0], have[-1]
         if cached > limit:

@@ -23,7 +23,9 @@ CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 20.0
 """A connection that was idle for more than this many seconds is not used again."""
 END_SECONDS = 0.5
-"""A connection stays open if the end of its answer arrives within this many seconds. Otherwise it is closed."""
+"""After `release`, a connection stays open if the end of the answer arrives within this many seconds. Otherwise it is
+closed.
+"""
 MAX_BUFFERED = 1 << 18
 """Largest number of bytes of an answer that wait for the client. While more bytes wait, the connection is not read."""
 
@@ -106,7 +108,9 @@ class WorkerConnection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """Make the connection available for other requests, once the end of the answer has arrived."""
+        """Make the connection available for other requests. If the end of the answer has not arrived, wait for it up to
+        END_SECONDS in the background.
+        """
         self._is_released = True
         self.take()
         if self.is_complete:
@@ -246,7 +250,9 @@ class WorkerClient:
 
 
 async def _started(connection: WorkerConnection, request: bytes, deadline: float) -> bool:
-    """Send a request. Returns False if the connection broke before the answer."""
+    """Send a request on a connection. Return False if the connection broke before the answer. The connection is then
+    closed.
+    """
     try:
         await connection.start(request, deadline)
     except ConnectionError:
@@ -269,5 +275,7 @@ def _place(url: str) -> _Place:
 
 @lru_cache(maxsize=256)
 def _quoted(path: str) -> str:
-    """Return a path for a request line. The server has decoded the path, so it may contain any character."""
+    """Return a path as it must be written in a request line. The server has decoded the path, so it may contain any
+    character.
+    """
     return quote(path)

@@ -1,8 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-The features of an entry are its number of uses, the turn and pause of its conversation, the new tokens of the last
-request, its finish reason, and the time since the last use. `ReuseModel` learns from these features when entries are
-used again. This file chooses the samples, and computes priorities from the model.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit:
+it is the next turn of the same conversation. The features of an entry are its number of uses, the turn and pause of
+its conversation, the new tokens of the last request, its finish reason, and the time since the last use. `ReuseModel`
+learns from these features when entries are used again. This file chooses the samples, and computes priorities from the
+model.
 
 | entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
@@ -36,11 +38,12 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after its uses have changed this many times from one conversation to another."""
+"""An entry counts as shared after requests of different conversations have used it in turn this many times."""
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path in the tree, with its features. All entries of the path share this object."""
+    """One request's use of a path in the tree, with the features of the request. All entries of the path share this
+    object."""
 
     __slots__ = (
         "again",
@@ -84,7 +87,7 @@ class Adaptive:
     name = "adaptive"
 
     COVER = 0.5
-    """If a request hits at least this share of the tokens of a visit, it continues the visit."""
+    """A request that hits at least this share of a visit's tokens returns to the visit."""
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
@@ -121,8 +124,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together. These tokens are not more valuable
-        than the last one."""
+        """Return how many of the last tokens of `entry` may be evicted together. None of these tokens is more likely
+        to be used again than the last token."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -130,7 +133,8 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry, which are inputs of `ReuseModel.index`."""
+        """Return the stratum and the level of an entry for `ReuseModel.index`. The stratum selects a baseline of the
+        model. The level is the sum of the feature factors."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -155,9 +159,8 @@ class Adaptive:
         pass
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """Record that a request hits all tokens up to the end of `entry`. `ghost` is the history of evicted tokens
-        that the request would have hit next.
-        """
+        """Record that a request hit `resumed` tokens, which end in `entry`. `ghost` is the history of evicted tokens
+        that the request would have hit next, or None. Returns the visit of the request."""
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
@@ -180,7 +183,8 @@ class Adaptive:
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that a request closed. `path` contains its entries, deepest first."""
+        """Record that the request of `visit` closed. `path` contains the entries that it used, deepest first. All of
+        them now belong to this visit."""
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
@@ -209,7 +213,8 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start one sample in the middle of the request's new tokens, and one for an entry that the request hit."""
+        """Start up to two samples: one in the middle of the request's new tokens, and one in an entry that the request
+        hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -232,7 +237,7 @@ class Adaptive:
         visit.watched = tuple(watched)
 
     def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """Record the reuse of samples at tokens [first, last) of a visit."""
+        """Record that the samples at tokens [first, last) of a visit were used again."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
@@ -242,9 +247,11 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, `without` is
-        only an upper bound. One count is then spread over all numbers up to this bound, in proportion to earlier
-        counts."""
+        """Count a request that returned to a visit but did not use its last `without` tokens.
+
+        With `at_most`, the exact number is unknown, and `without` is an upper bound. One count is then spread over all
+        numbers up to `without`, in proportion to earlier counts.
+        """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -266,12 +273,13 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value. Up to 5 uses the value is exact, and above 5 it is a power of two."""
+    """Return the feature value of a number of uses. The value is exact up to 5 uses. Above 5, it depends only on the
+    number of bits."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """Return a small code for a key. The first few keys get their own codes, and all others share one code."""
+    """Return a small code for a key. The first keys get codes of their own. All later keys share the last code."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

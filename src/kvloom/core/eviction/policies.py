@@ -29,21 +29,23 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""Rank of unneeded entries and of ended sessions. It is below any priority of a request."""
+"""Rank of entries at which no prompt can resume, and of entries of ended sessions. It is below any priority of a
+request."""
 
 
 class ReuseHistory:
-    """The record that a learning policy keeps about an entry. After eviction, `Ghosts` keeps the record."""
+    """The record that a learning policy keeps about an entry. After the entry is evicted, `Ghosts` keeps the
+    record."""
 
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history of the upper node after a node was split. By default both nodes share this object."""
+        """Return the history of the new upper node after a node was split. By default both nodes share one history."""
         return self
 
 
 class Entry(ABC):
-    """A cached entry as a policy sees it. The policy owns `value` and `history`."""
+    """A cached entry as a policy sees it. Only the policy writes `value` and `history`."""
 
     __slots__ = (
         "created",
@@ -94,8 +96,8 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the sort key. It is FIRST for unneeded entries and for entries of ended sessions.
-        Otherwise it is the priority that a request set, or 0 after this priority has expired."""
+        """Return the first part of the sort key. The rank is FIRST for unneeded entries and for entries of ended
+        sessions. Otherwise the rank is the priority that a request set, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -104,9 +106,8 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """An eviction policy. Entries with smaller priorities are evicted first. The hooks may be empty. During
-    `on_hit`, `entry.last_used` is still the time of the previous use.
-    """
+    """An eviction policy. Entries with smaller priorities are evicted first. The cache calls the hooks; they may be
+    empty. During `on_hit`, `entry.last_used` is still the time of the previous use."""
 
     @property
     def name(self) -> str: ...
@@ -119,21 +120,21 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearningPolicy(Policy, Protocol):
-    """A policy that observes requests. Its priorities may fall with time."""
+    """A policy that observes requests. The priority of an entry may fall while the entry is queued."""
 
     def review(self, entry: Entry, now: float) -> float:
-        """Return the time at which the priority may have fallen and must be computed again. Infinity means never."""
+        """Return the time at which the queue must compute the priority of `entry` again, because it may have fallen.
+        Infinity means never."""
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of an entry may be evicted at its priority."""
+        """Return how many of the last tokens of `entry` may be evicted together at the present priority of `entry`."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """Record that a request hit `resumed` tokens, which end in `entry`. Without a hit, `entry` is a root.
-        Returns the history that is passed to `on_close`. `ghost` is the history of evicted tokens that the request
-        would have hit next.
-        """
+        """Record that a request hit `resumed` tokens, which end in `entry`. Without a hit, `entry` is a root. `ghost`
+        is the history of evicted tokens that the request would have hit next, or None. Returns a history, which the
+        cache passes to `on_close` when the request closes."""
         ...
 
     def on_close(
@@ -236,9 +237,9 @@ class Cost:
 
 
 class CostAware:
-    """Evicts the entry with the smallest value first (GDSF). The value is the recompute seconds per byte, times the
-    number of uses, plus the value of the last evicted entry.
-    """
+    """Evicts the entry with the smallest value first (GDSF: greedy dual size frequency). Each use sets the value to
+    the sum of two parts. The first part is the recompute seconds per byte, times the number of uses. The second part
+    is the largest value that was evicted so far, so that unused entries lose against newer ones."""
 
     name = "cost"
 

@@ -1,7 +1,8 @@
-"""Eviction queue: a heap of entries in the order of eviction. A key is computed again when its entry reaches the top.
+"""Eviction queue: a heap of entries in the order of eviction. The queue computes an entry's key again when the entry
+reaches the top.
 
-Unneeded window pages come first, the oldest first. Then come entries by rank and policy. Last come the entries that
-waiting requests will hit. The queue chooses the next entry and evicts nothing.
+Unneeded window pages come first, the oldest first. Then come the entries, by rank and then by policy. Within a rank,
+entries that waiting requests will hit come last. The queue chooses the next entry and evicts nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`. If `entry` is already queued and its key is now smaller, the entry moves up. If its key is now
-        larger, the entry moves when it reaches the top. If the key may fall with time, the entry moves when its
-        retention expires, or at the policy's next review."""
+        """Queue `entry`, or update its place if it is already queued.
+
+        An entry with a smaller key than before moves up now. An entry with a larger key moves when it reaches the top.
+        A key can also fall while the entry is queued. The entry then moves when its retention expires, or at the
+        policy's next review.
+        """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
@@ -58,16 +62,19 @@ class EvictionQueue(Generic[E]):
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Return the sort key. Entries that waiting requests will hit come last. Among these, the entry whose first
-        waiting request will be scheduled latest is evicted first."""
+        """Return the sort key: the rank of the entry, then the priority of the policy.
+
+        Within a rank, entries that waiting requests will hit come last. Among these entries, the one whose first
+        waiting request will be scheduled latest is evicted first.
+        """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
             return entry.rank(now), (INF, INF, -urgent, -number)
         return entry.rank(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
-        """If the key of `entry` can fall with time, schedule when to compute it again: when its retention expires, or
-        at the policy's next review if that is earlier."""
+        """Schedule when to compute the key of `entry` again, if the key can fall with time. The time is the expiry of
+        the retention or the policy's next review, whichever is earlier."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)
@@ -79,7 +86,7 @@ class EvictionQueue(Generic[E]):
             heappush(self._expiring, (due, number, entry))
 
     def remove(self, entry: E) -> None:
-        """Remove an entry that is in use or evicted. Its heap item is skipped later."""
+        """Remove an entry that is in use or evicted. Its item stays in the heap and is skipped later."""
         if entry.queued is None:
             return
         entry.queued = None
@@ -93,7 +100,8 @@ class EvictionQueue(Generic[E]):
             heapify(self._expiring)
 
     def next_victim(self, now: float) -> E | None:
-        """Return the entry to evict next, or None. The entry stays queued. Does not consider unneeded window pages."""
+        """Return the entry to evict next, or None if the queue is empty. The entry stays queued. Does not consider
+        unneeded window pages."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap

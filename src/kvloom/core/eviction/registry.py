@@ -1,10 +1,10 @@
-"""Eviction policies by name. Packages add policies by the entry point group `kvloom.policies`.
+"""Eviction policies by name. Other packages add policies through the entry point group `kvloom.policies`.
 
     [project.entry-points."kvloom.policies"]
     mine = "my_package:MyPolicy"
 
-An entry point is a callable that returns a `Policy`. It is loaded when its name is used. Names of this
-package take precedence over entry points.
+An entry point is a callable that returns a `Policy`. It is loaded when its name is first used. If a policy of this
+package has the same name, that policy is used.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Reuse model: predicts when cached tokens will be used again. It is the survival model of the adaptive policy.
+"""Reuse model: predicts when cached tokens will be used again. The adaptive policy uses the predictions.
 
-The policy samples positions in prompts. A sample lasts from the end of one use to the next use. The model learns
-the hazard of a use from the last few thousand samples. The hazard is the probability of a use per second, given the
-age (seconds since the last use) and the features. The model has no access to entries or pages.
+The policy samples positions in prompts. A sample lasts from the end of one use to the next use. From the last few
+thousand samples, the model learns the hazard: the probability of a use per second. The hazard depends on the age
+(seconds since the last use), on the stratum of the sample (for example the finish reason) and on its features.
 
-    hazard(age, features) = baseline of the stratum at that age times a factor for each feature value
+    hazard(age, features) = baseline of the stratum at that age, times a factor for each feature value
 
-Each age bin is a quarter longer than the previous bin, so session timeouts are visible. A sample without reuse is
-censored at the present time. This also holds after eviction, because ghosts report uses that missed.
+The baseline has one value per age bin. Each bin is a quarter longer than the previous bin, so the model can represent
+session timeouts. A sample that was not used again yet counts as unused up to the present time. This also holds after
+eviction, because ghosts report the uses that missed. The model has no access to entries or pages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["BINS", "VALUES", "ReuseModel"]
 Floats = npt.NDArray[np.float64]
 
 VALUES = 16
-"""Number of values of a feature, from 0 to 15."""
+"""Number of values that a feature can have: 0 to 15."""
 _FINE = 8.0
 _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
@@ -33,15 +34,15 @@ _LEAST = 1e-12
 
 
 class ReuseModel:
-    """A survival model that learns how likely cached tokens are to be used again, depending on their age. It has
-    `strata` baselines, `features` factors, and the newest `window` samples. The last baseline is independent of the
-    others.
+    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the newest
+    `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature (`features`). The
+    last stratum learns only from its own samples.
 
-        | call     | cost                                                                       |
-        |----------|----------------------------------------------------------------------------|
+        | call     | cost                                                                     |
+        |----------|--------------------------------------------------------------------------|
         | start    | O(features); every `every`-th call, more often at first, fits the model  |
-        | returned | O(1)                                                                       |
-        | index    | O(1)                                                                       |
+        | returned | O(1)                                                                     |
+        | index    | O(1)                                                                     |
     """
 
     def __init__(self, strata: int, features: int, window: int = 8192, every: int = 1024) -> None:
@@ -50,7 +51,7 @@ class ReuseModel:
         self.fits = 1
         """Number of times that the model was fitted."""
         self.horizon = math.inf
-        """Age before which nearly all reuses have happened. At higher ages, features have no effect."""
+        """Age before which nearly all reuses happen. The adaptive policy evicts older entries first, by last use."""
         self.factors = [[0.0] * VALUES for _ in range(features)]
         """Logarithm of the factor of each feature value, set by `fit`."""
         self.edges: Floats = np.array(_EDGES)
@@ -77,9 +78,8 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use ends. Returns the number of the sample, or -1 if it is skipped. Under heavy
-        traffic only some samples are taken.
-        """
+        """Start a sample when a use of tokens ends. `values` are the feature values. Returns the number of the sample,
+        or -1 if it is skipped. Under heavy traffic only some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -104,7 +104,8 @@ class ReuseModel:
             self._away[number % self.window] = away
 
     def _adjust_stride(self, now: float) -> None:
-        """Take fewer samples if the samples in the window span less than SPAN seconds, and more if they span much more."""
+        """Take fewer samples if the samples in the window cover less than SPAN seconds. Take more if they cover much
+        more."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -115,8 +116,11 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`, where `level` is the sum of their feature factors. The value
-        is the logarithm of the expected uses per second, for the keeping time with the highest rate."""
+        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors.
+
+        The value is a logarithm of expected uses per second of keeping. The model assumes that the pages are kept for
+        the time that gives the highest rate.
+        """
         row = self._index[stratum][_row(level)]
         if age < _FINE:
             return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
@@ -127,8 +131,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which the value of `index` will be clearly lower than now. The result is at most twice the
-        current age."""
+        """Return the age at which the value of `index` will be clearly lower than now. The result is at most `age`
+        plus the larger of `age` and LOOK."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -181,9 +185,9 @@ class ReuseModel:
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """Return the hazard of each bin and stratum. The observed rate is shrunk towards the common rate of all
-        strata. The common rate is shrunk towards the prior. The last stratum is shrunk only towards the prior.
-        """
+        """Return the hazard of each stratum and age bin. With few samples, the hazard of a stratum is close to the
+        common hazard of all strata. The common hazard is close to the prior. The last stratum uses only its own
+        samples and a prior of its own."""
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
             self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
@@ -196,16 +200,19 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age before which the fraction SEEN of all reuses has happened. Censored samples do not reduce this
-        age."""
+        """Return the age before which the share SEEN of all reuses happens. Samples without a reuse so far do not
+        reduce this age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tabulate(self, baseline: Floats) -> None:
-        """Compute the index at the start of every bin, for each stratum and level. The index is the value of an optimal
-        stopping problem: keeping a page costs one per second, and a reuse earns one."""
+        """Compute the table of `index` values, at the start of every age bin, for each stratum and level.
+
+        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
+        page is dropped at the best time.
+        """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(
             baseline, axis=0, return_inverse=True
@@ -238,22 +245,24 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Prior of the product of hazard and age. This product is the same for every age. Without data, the least recently used
+"""Prior of the hazard times the age. The product is the same for every age. Without data, the least recently used
 entry is therefore evicted first."""
 READS, GONE = 40.0, 600.0
-"""Times of the prior, in seconds. A user reads and types for READS seconds before the next turn. Most users have left
-after GONE seconds."""
+"""Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
+users have left after GONE seconds."""
 PULL = 30.0
-"""Weight of the prior's shape, as a number of samples. The scale of the prior is learned."""
+"""Weight of the prior's shape over the age bins, as a number of samples. The overall level of the hazard is learned
+from the samples."""
 STRATUM_PULL = 50.0
-"""Weight of the common hazard in the hazard of one stratum, as a number of samples. The scale is learned."""
+"""Weight of the common hazard in the hazard of one stratum, as a number of samples. The overall level is learned from
+the stratum's samples."""
 DOUBT = 8.0
 """Weight of the assumption that a feature value has no effect, as a number of uses."""
 ROUNDS = 3
 SEEN = 0.92
 """Share of all reuses that happen before the horizon."""
 FALL, LOOK = 0.69, 30.0
-"""FALL is the smallest fall of the index that causes a review, as a logarithm. LOOK is the shortest time between two
+"""A fall of the index by FALL (a logarithm) causes a review of the priority. LOOK is the shortest time between two
 reviews, in seconds."""
 SPAN = 7200.0
 """Seconds of traffic that the samples should cover."""

@@ -1,7 +1,7 @@
 """Tenants. Each tenant has one account, with a quota and a guaranteed share of the pool.
 
-Isolation does not depend on this module. The tenant's salt in the block hashes already makes its pages unreachable
-for other tenants.
+Quotas and shares limit memory use. They are not needed for isolation: the tenant's salt is part of the block hashes,
+so other tenants cannot hit the tenant's pages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ SOFT_PART = 0.5
 class Tenant:
     """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
 
-    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for other tenants.
-    A tenant with weight 0 has no share, and its pages are evicted first. If all weights are 0, only the policy
-    decides. Shares change with the size of the pool, but quotas do not.
+    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share are not
+    evicted for other tenants. A tenant with weight 0 has no share, and its pages are evicted first. If all weights are
+    0, only the policy decides. Shares change with the size of the pool, but quotas do not.
 
-    If a share is not `firm`, only half of it is protected. Every tenant may use the other half. A tenant with at
-    most one open sequence may evict all cached pages of such shares, so that one long request always fits.
+    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A tenant
+    with at most one open sequence may even evict all cached pages of a share that is not firm. One long request
+    therefore always fits.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Tenant:
     weight: float = 0.0
     firm: bool = True
     objective: Objective = field(default_factory=Objective)
-    """Objective for those requests of the tenant that have no objective of their own."""
+    """Objective of the tenant's requests that set no objective themselves."""
 
     @property
     def claim(self) -> float:
@@ -47,11 +48,15 @@ class Tenant:
 
     def __post_init__(self) -> None:
         if self.quota is not None and self.quota < 0:
-            raise ValueError(f"tenant {self.name!r}: quota {self.quota} is negative")
+            raise ValueError(
+                f"tenant {self.name!r}: quota {self.quota} is negative; give bytes, or None for no limit"
+            )
         if self.weight < 0:
-            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative")
+            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative; give 0 or more")
         if not self.weight < inf:
-            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is not finite")
+            raise ValueError(
+                f"tenant {self.name!r}: weight {self.weight} is not finite; give a finite number"
+            )
 
 
 class Account:
@@ -106,11 +111,12 @@ class Account:
         self.hit_tokens += hit
 
     def over_quota(self, need: int) -> int:
-        """Return the bytes to evict so that `need` more bytes fit into the quota."""
+        """Return how many bytes of the tenant must be evicted so that `need` more bytes fit into the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
 
     def beyond_quota(self, need: int) -> int:
-        """Return how many bytes would exceed the quota even if all cached pages of the tenant were evicted."""
+        """Return by how many bytes `need` more bytes would exceed the quota, even if all cached pages of the tenant
+        were evicted."""
         return 0 if self.tenant.quota is None else max(0, self.in_use + need - self.tenant.quota)
 
 
@@ -135,8 +141,8 @@ class Accounts:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Return the account that loses its next entry, so that `requester` gets pages. Returns None if no account may
-        lose one. O(tenants).
+        """Return the account whose next entry is evicted so that `requester` gets pages. Returns None if no account
+        may lose an entry. O(tenants).
 
         The candidates are tried in this order:
 
@@ -145,8 +151,8 @@ class Accounts:
         3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
         4. all accounts whose share is not firm, if the requester has at most one open sequence.
 
-        Among the candidates of one number, an account with unneeded window pages comes first. Otherwise the policy
-        compares the next entry of each account, and the account with the smallest `Policy.priority` is returned.
+        Among the candidates of one step, an account with unneeded window pages comes first. Otherwise the next entries
+        of the accounts are compared, and the account whose entry has the smallest `Policy.priority` is returned.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -174,11 +180,11 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the first account with unneeded window pages. Without such an account, return the account whose next
-        entry has the smallest `Policy.priority`.
+        """Return the first account with unneeded window pages. If there is none, return the account whose next entry
+        has the smallest `Policy.priority`.
 
-        A TTL or a priority gives an entry a higher rank. The rank changes the order only inside one account. It does
-        not protect the entry from other tenants.
+        A TTL or a priority of a request gives an entry a higher rank. A higher rank changes the order only inside one
+        account. It does not protect the entry from other tenants.
         """
         best = None
         for account in accounts:

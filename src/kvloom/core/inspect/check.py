@@ -1,4 +1,5 @@
-"""Integrity check: counts the uses of every page again and compares. For tests, and for idle time in debug runs."""
+"""Integrity check: counts the references to every page again and compares them with the cache's counts. For tests, and
+for idle time in debug runs."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ __all__ = ["check_integrity"]
 
 
 def check_integrity(state: CacheState) -> None:
-    """Count the uses and the cached entries of every page again, and compare them with the cache's own counts. Raises
-    AssertionError at the first difference. O(pool)."""
+    """Count the references and the prefix cache entries of every page again, and compare them with the cache's own
+    counts. Raises AssertionError at the first difference. O(pool)."""
     pool, tables, tree = state.pool, state.block_tables, state.tree
     in_use = [np.zeros_like(c.in_use) for c in pool.classes]
     cached = [np.zeros_like(c.in_use) for c in pool.classes]

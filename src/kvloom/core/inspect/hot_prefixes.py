@@ -1,7 +1,7 @@
 """Hot prefixes: the nodes of the radix tree with the most hits. The walk over the tree can be interrupted and
 continued.
 
-A hit of a node is also a hit of all nodes above it, so the hot nodes are connected. Does not modify the cache.
+A hit of a node is also a hit of all nodes above it, so the hot nodes form a connected tree. Does not modify the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""After this many reports, the pool cells of every branch are computed again, even if the branch has not changed."""
+"""After this many reports, the cells of every reported branch are computed again, even if the branch has not
+changed."""
 
 
 class HotPrefixes:
@@ -38,7 +39,8 @@ class HotPrefixes:
         self._complete = 0.0  # time at which the last pass ended
 
     def walk(self, until: float) -> Iterator[Node]:
-        """Yield the nodes of a pass until it ends, or until `time.thread_time()` reaches `until`."""
+        """Continue the current pass and yield its nodes. Stops at the end of the pass, or when `time.thread_time()`
+        reaches `until`. The next call then continues the pass."""
         if not self._todo:
             self._todo, self._best = list(self._state.tree.roots.values()), []
         while self._todo:
@@ -59,7 +61,8 @@ class HotPrefixes:
     def report(
         self, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the hot nodes, each after its parent."""
+        """Return the hot nodes as JSON data, each after its parent. `where` returns the pool cells of a node, and
+        `tenant` the index of a tenant name in the map. "age" is the number of seconds since the last complete pass."""
         now = self._state.clock.now()
         self._looks += 1
         chosen: dict[int, Node] = {}

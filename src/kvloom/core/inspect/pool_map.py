@@ -33,8 +33,8 @@ __all__ = ["STATES", "PoolMap"]
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Number of tenant codes. The last code stands for all tenants without a code of their own. The code before it stands
-for pages that the walk has not visited yet."""
+"""Number of tenant codes. The last code stands for all tenants without a code of their own. The second last code
+stands for pages whose tenant is unknown, because the walk has not visited them yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
@@ -100,14 +100,13 @@ class PoolMap:
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list. Tenants without a code get the index after the end of
-        the list."""
+        """Return the index of a tenant in the reported list of tenants. All tenants without a code of their own get
+        the index after the last one."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the code of pages of a size class that the walk has not visited yet. The code contains the group
-        if only one group has pages of this size.
-        """
+        """Return the owner code for pages of a size class that the walk has not visited yet. The code contains the
+        group if only one group has pages of this size."""
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -147,7 +146,7 @@ class PoolMap:
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
-        """Return the most recently used media runs."""
+        """Yield the most recently used media runs."""
         runs = self._state.media_cache.runs()
         yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
@@ -168,14 +167,16 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return ranges of cells. Each range has about as many pages as one call of `look` may count."""
+        """Divide the cells into ranges that can be counted one at a time. The pages of one range are about as many as
+        one call of `look` may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Count the pages of a range of cells by code and state. Returns the number of pages visited."""
+        """Count the pages of range number `chunk` by cell, owner code and state. Returns the number of pages
+        visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:
@@ -200,7 +201,9 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Return four arrays, with one element per cell and code: cell, code, thousandths of the cell, and pages."""
+        """Count pages by cell and code. `at` are indices of pages after the start of cell `first`, and `code` their
+        codes. Returns four arrays: cell, code, share of the cell in thousandths, and number of pages. Without `c`,
+        `at` are slabs."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]
@@ -241,7 +244,8 @@ class PoolMap:
         }
 
     def _where(self, node: Node) -> list[int]:
-        """Return the cells that contain pages of a node, as ranges (first, last). Returns the longest 32 ranges."""
+        """Return the cells that contain pages of a node, as a flat list: first, last, first, last and so on. Returns
+        at most the 32 longest ranges."""
         state = self._state
         parts = [(state.pages, node.pages[: node.count])]
         parts += [(state.states, c.states) for c in node.checkpoints if c.states is not None]
@@ -282,9 +286,8 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the bytes of a tenant from its account. Undeclared tenants share one account, so their bytes are
-        taken from the map.
-        """
+        """Return the memory use, quota and share of a tenant. Undeclared tenants share one account, so their bytes are
+        summed over the map."""
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:
             used, in_use = account.used, account.in_use

@@ -1,13 +1,15 @@
 """Layer spec: the data that one layer stores (unit, fields), and the tokens that its queries see (visibility).
 
-A spec is plain data and does not depend on pages, pools or devices. Architectures differ only in fields: MLA
-latents, indexer keys, int8 K/V with scales, convolution and recurrent states.
+A spec is plain data and does not depend on pages, pools or devices. Architectures differ only in fields: MLA latents,
+indexer keys, int8 K/V with scales, convolution and recurrent states.
 
-To add a visibility kind, add one class to this file and register it in KINDS. Also add one mask rule to the
-attention kernels (`kvloom.kernels`). Trees, block tables and the resume rule use only `first_visible`. Pages before
-this token are released, and all later pages are kept. A kind with holes, such as a dilated window, sets `has_holes`
-and overrides `sees_each`. Attention on a CPU supports holes. The GPU kernels refuse kinds with holes, because they
-show a query every token from `first_visible` on.
+To add a visibility kind, add one class to this file and register it in KINDS. Also add one mask rule to the attention
+kernels (`kvloom.kernels`). Trees, block tables and the resume rule use only `first_visible`: a sequence releases pages
+before this token, and keeps all later pages.
+
+A kind with holes, such as a dilated window, sets `has_holes` and overrides `sees_each`. Attention on a CPU supports
+holes. The GPU kernels refuse kinds with holes, because these kernels let a query see every token from `first_visible`
+on.
 """
 
 from __future__ import annotations
@@ -53,9 +55,8 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a layer. `shape` is the shape per token, or per state. `shard_axis` is the axis that tensor
-    parallelism splits, or None if every rank has a copy (MLA).
-    """
+    """One array of a layer. `shape` is its shape per token, or per state. `shard_axis` is the axis that tensor
+    parallelism splits. None means that every rank has a full copy (MLA)."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +80,8 @@ class Field:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def axes(self, order: Order) -> tuple[int, ...]:
-        """Return the order in which a page stores the axes of (tokens, *shape), outermost first.
+        """Return the order in which a page stores the axes of (tokens, *shape), outermost first. A field without heads
+        (MLA) always has the order NHD.
 
         | order | keys, values        | scales        | 8-bit values        |
         |-------|---------------------|---------------|---------------------|
@@ -95,7 +97,7 @@ class Field:
 
 
 class VisibilityKind(ABC):
-    """A rule for the earlier tokens that a query sees. The rule has one parameter, `size`."""
+    """A rule that decides which earlier tokens a query sees. The rule has one parameter, `size`."""
 
     has_size = True
     is_relative = False
@@ -113,8 +115,8 @@ class VisibilityKind(ABC):
         """Return, for each position, the first token that the query at this position sees."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
-        """Return the blocks up to `position` that this query or a later query sees, in order. A kind with holes may
-        omit blocks that none of these queries sees."""
+        """Return the blocks up to `position` that the query at `position` or a later query sees, in order. A kind with
+        holes may omit blocks that none of these queries sees."""
         return range(self.first_visible(position, size) // block, position // block + 1)
 
     def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
@@ -157,7 +159,8 @@ KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chu
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this rule.
+    """The rule that decides which earlier tokens a query sees. Masks, released pages, hits and loads all follow this
+    rule.
 
     | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
@@ -186,7 +189,7 @@ class Visibility:
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
-        """Return the blocks up to `position` that this query or a later query sees, in order."""
+        """Return the blocks up to `position` that the query at `position` or a later query sees, in order."""
         return KINDS[self.kind].visible_blocks(position, self.size, block)
 
     def sees_each(self, positions: Positions, tokens: Positions) -> npt.NDArray[np.bool_]:
@@ -194,8 +197,8 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep. These are the tokens from the first
-        token that its last query sees to the end."""
+        """Return the number of tokens that a sequence of `length` tokens must keep: from the first token that its last
+        query sees to the end."""
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
@@ -211,7 +214,7 @@ class Visibility:
 
     @property
     def windowed(self) -> bool:
-        """Whether tokens become invisible to later queries."""
+        """Whether old tokens become invisible to later queries, as in a sliding window."""
         return KINDS[self.kind].has_size
 
     def __str__(self) -> str:
@@ -231,7 +234,7 @@ class LayerSpec:
     |----------|-----------------------------------------------------------------------------------------------|
     | unit     | "token" (fields per token) or "state" (fields once per sequence)                              |
     | axis     | "text", or "media": tokens of an image only, hashed by content (cross attention, embeddings)  |
-    | lifetime | layers of different lifetimes never share a page (a draft model beside its target)            |
+    | lifetime | a label; layers with different labels never share a page (a draft model beside its target)    |
 
     On the media axis, data with lifetime "prompt" (embeddings) is released when the image's tokens are computed.
     """
@@ -274,8 +277,8 @@ class LayerSpec:
 def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
-    """Return the fields of one attention layer. int8 and fp8 values have one float32 scale per token and head. With
-    `scales=False` there are no fields for scales, because static scales are weights of the model."""
+    """Return the fields of one attention layer. By default int8 and fp8 values have one float32 scale per token and
+    head. `scales=False` omits the fields for scales. Static scales are weights of the model and need no fields."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

@@ -4,9 +4,10 @@
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A block of a token group has `runs` pages with `run_layers` layers each, and so does a state. The layout chooses the
-runs so that all page sizes are equal, if possible. The slab size is a common multiple of the page sizes. If there
-is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+A run is the set of layers that share one page. A block of a token group owns `runs` pages of `run_layers` layers each.
+A state of a state group does, too. The layout chooses the runs so that all page sizes are equal, if possible. The slab
+size is a common multiple of the page sizes. If there is no suitable common multiple, pages are padded, by at most
+MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .layer_spec import LayerSpec
 __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
 
 HASH_TOKENS = 16
-"""Number of tokens of one block hash. The number of tokens of a block is a multiple of this number."""
+"""Number of tokens that one block hash covers. The number of tokens of a block is a multiple of HASH_TOKENS."""
 MAX_WASTE = 0.05
 """Largest padding of a group, as a fraction of a slab."""
 _ALIGN = 16
@@ -40,9 +41,8 @@ class PageGroup:
     block_tokens: int
     runs: int
     column: int
-    """Index of the group's first page id in a row of page ids. The group has `runs` page ids. Token, state and media
-    groups have separate rows.
-    """
+    """Index of the group's first page id in a row of page ids. The group's `runs` page ids start there. Token, state
+    and media groups have separate rows."""
     pages_per_slab: int
     page_stride: int
     """Distance between two pages in the pool, in bytes. The bytes after `page_bytes` are padding."""
@@ -123,12 +123,13 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups of one numbering: "token" (text), "state" or "media". The groups of a numbering share
-        rows of page ids."""
+        """Return the groups of one kind: "token" (text), "state" or "media". Groups of the same kind have their page
+        ids in the same rows."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """Return the number of page ids of one block, one state or one media block."""
+        """Return the number of page ids in one row: of one block, one state or one media block. `numbering` is as in
+        `of`."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
@@ -145,9 +146,9 @@ class PoolLayout:
         return sum(g.unit_bytes for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
-        """Return the number of pool bytes that a sequence with `length` text tokens and `media` runs uses. It
-        includes the pages that its last query sees, its states, and padding.
-        """
+        """Return the number of pool bytes that a sequence of `length` text tokens uses. `media` contains the number of
+        tokens of each image, and `states` is the number of state snapshots and live states. The result includes the
+        pages that the last query sees, and padding."""
         block = self.block_tokens
         media = tuple(media)
         total = 0.0
@@ -162,7 +163,7 @@ class PoolLayout:
         return math.ceil(total)
 
     def table(self) -> list[dict[str, object]]:
-        """Return one row per group, for printing and JSON."""
+        """Return one dictionary per group, for printing and JSON."""
         return [
             {
                 "group": group.name,
@@ -191,10 +192,13 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size, and (runs, page stride) for each group. A group is given as (layer bytes, layers). Tries
-    every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost counts
-    padding, page ids per block, and slabs of several pages. On average, a slab of several pages is half empty for each
-    sequence, and it cannot be freed while one of its pages is in use."""
+    """Return the slab size, and (runs, page stride) for each group. `sizes` contains (bytes of a layer, number of
+    layers) for each group.
+
+    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
+    counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory: for each
+    sequence, one such slab is half empty on average. It cannot be freed while one of its pages is in use.
+    """
     slabs = {
         _round_up(layer * run * k, granularity)
         for layer, count in sizes
@@ -243,8 +247,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the run lengths to try. For each number of runs, this is the shortest length with which the runs cover all
-    layers."""
+    """Return the run lengths to try for a group of `count` layers. For each number of runs, only the shortest length
+    that covers all layers is tried."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

@@ -1,11 +1,11 @@
-"""Load plan: the position at which a prompt could resume with pages from tiers, and the pages that it needs for
+"""Load plan: the position at which a prompt could resume with pages from tiers, and the pages that it must load for
 this.
 
     plan = cache.loading.plan(match)
     while (queries := plan.next_queries()): plan.answer([found(q.group, q.hashes) for q in queries])
     plan.resume, plan.missing_pages(first)
 
-A tier stores a page under the hash of the prefix that ends with the page's tokens. The last page may be a partial
+A tier stores a page under the hash of the prefix that ends with the page's last token. The last page may be a partial
 block. The plan applies the resume rule. The caller queries the tiers.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions at which the tiers are queried for a snapshot. Each position costs one hash."""
+"""Largest number of positions at which a plan queries the tiers for a snapshot. Each position costs one hash."""
 LAST_ROUND = 16
 
 
@@ -42,9 +42,8 @@ class TierQuery:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """The pages of one group to load. Block `blocks[i]` has the hash `hashes[i]`. A state group has one page, with
-    block -1.
-    """
+    """The pages of one group to load. The page of block `blocks[i]` has the hash `hashes[i]`. A state group has one
+    page, whose block is -1."""
 
     group: PageGroup
     blocks: list[int]
@@ -52,18 +51,24 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group whose page of the next block is needed for every longer hit. This is a group with full attention.
-    If no tier has the page, tiers cannot extend the hit. Returns None if there is no such group, or if the model has
-    states, because a snapshot may be inside the block."""
+    """Return a group with full attention. Every longer hit needs this group's page of the next block. If no tier has
+    the page, tiers cannot extend the hit.
+
+    Returns None if there is no group with full attention. Also returns None if the model has states, because a prompt
+    can then resume at a snapshot inside the next block.
+    """
     if layout.of("state"):
         return None
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block of the deciding group. If no tier has this page, tiers cannot extend the hit.
-    Computes one hash. Returns None if window pages of matched tokens are missing, because no single page decides in
-    this case."""
+    """Return the query for the next block's page in the deciding group. If no tier has this page, tiers cannot extend
+    the hit. Computes one hash.
+
+    Returns None if the prompt cannot resume at the end of the matched tokens, because other pages are missing, too.
+    The hashes are empty if the prompt ends inside the next block.
+    """
     if match.resume < match.matched:
         return None
     end = (match.matched // group.block_tokens + 1) * group.block_tokens
@@ -118,9 +123,8 @@ class LoadPlan:
     # -- querying -------------------------------------------------------------------------------
 
     def next_queries(self) -> list[TierQuery]:
-        """Return the next queries. The caller passes their results to `answer`. An empty list means that `resume` is
-        final.
-        """
+        """Return the next queries. The caller passes their results to `answer`. The list is empty when `resume` is
+        final."""
         self._round += 1
         if self.limit <= self.match.resume or not self.match.control.read:
             return []
@@ -166,7 +170,8 @@ class LoadPlan:
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
         """Return, for every windowed group, its visibility and one truth value per block before `resume`. The value is
-        true if the pool or a tier has the block's page. A partial last block counts as present."""
+        true if the pool or a tier has the block's page. A partial last block counts as present, because `_has_end`
+        tests it."""
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)
         return [
@@ -184,9 +189,9 @@ class LoadPlan:
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
         """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
-        `tails` contains, for each group, the positions whose partial block a tier has.
 
-        In a model without states, a page with more tokens than `resume` also counts.
+        In a model with states, a tier must have the block cut at exactly `resume`. `tails` contains, for each group,
+        the positions with such pages. In a model without states, a page of the full block is sufficient.
         """
         if self._is_cached(resume):
             return True
@@ -196,9 +201,9 @@ class LoadPlan:
         return whole < len(self.hashes) and all(self._present[g.index][whole] for g in self._tokens)
 
     def _ask_snapshots(self) -> list[TierQuery]:
-        """Return queries for snapshots, which may be at any position. The deepest positions come first, and each
-        round queries more positions.
-        """
+        """Return queries for snapshots, and for the partial blocks that end at the same positions. A snapshot may be
+        at any position, so each round queries a range of positions. The deepest range comes first, and later ranges
+        are longer."""
         if not self._upper_bound:
             top = max(self._reach * self.block + self.block - 1, self.match.matched)
             self._upper_bound = min(self.limit, top) + 1
@@ -235,9 +240,8 @@ class LoadPlan:
 
     @property
     def miss(self) -> Miss | None:
-        """Return the miss if full groups have pages after `resume` but a snapshot or a window page is missing.
-        Otherwise return None.
-        """
+        """Return a miss if tiers have full-attention pages after `resume`, but a snapshot or a window page is missing
+        there. Otherwise return None."""
         full = any(not group.spec.visibility.windowed for group in self._tokens)
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
@@ -249,17 +253,15 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The end of the tokens in the loaded pages. If a tier has a full page of the last block, this is the end
-        of that block.
-        """
+        """The position at which the loaded pages end. It is `resume`, or the end of the last block if a tier has the
+        full page of this block."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume
 
     def missing_pages(self, first: int = 0) -> list[MissingPages]:
-        """Return the pages that must be loaded to resume at `resume`. Unmatched tokens before `first` (a block
-        boundary) are skipped. The request computes these tokens while the other pages load.
-        """
+        """Return the pages that must be loaded to resume at `resume`. `first` is a block boundary. Unmatched blocks
+        before `first` are omitted, because the request computes them while the other pages load."""
         if self.resume <= self.match.resume:
             return []
         needed = []
@@ -278,5 +280,6 @@ class LoadPlan:
         return needed + [MissingPages(group, [-1], [self.hash_at(self.resume)]) for group in self._states]
 
     def page_hash(self, block: int) -> bytes:
-        """Return the hash of the page of one block, up to `end`."""
+        """Return the hash under which a tier stores the page of `block`. The hash covers at most the tokens before
+        `end`."""
         return self.hashes[block] if (block + 1) * self.block <= self.end else self.hash_at(self.end)

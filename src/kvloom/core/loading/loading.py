@@ -32,9 +32,8 @@ class Loading:
         return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
 
     def first_query(self, match: Match) -> TierQuery | None:
-        """Return the query that decides whether a load plan is useful. Return None if no single query decides.
-        Computes one hash.
-        """
+        """Return the query whose answer decides whether a load plan is useful. Returns None if no single query
+        decides. Computes one hash."""
         group, lookup = self._deciding_group, self._state.lookup
         return None if group is None else first_query(group, lookup, lookup.refreshed(match))
 
@@ -51,9 +50,10 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages like computed pages, and end the reservation. `loaded` marks the loaded pages.
-        None means all. Returns the length at which the prompt can now resume, or 0. Pages that were not loaded
-        become free.
+        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the
+        prompt can now resume, or 0.
+
+        `loaded` marks the pages that were loaded, and None means all pages. Pages that were not loaded become free.
         """
         return publish_loaded(self._state, reservation, loaded, states_loaded)
 
@@ -91,9 +91,8 @@ class Loading:
         self._state.tree.set_offload_source(None)
 
     def mark_step(self, moved: bool = False) -> None:
-        """Increase the age of all cached pages in later batches. `moved` states that pages were copied inside the
-        pool.
-        """
+        """Increase the age of all cached pages in later offload batches. The engine calls this method before each
+        step, and after copies inside the pool. `moved` states that pages were copied inside the pool."""
         source = self._state.tree.offload_source
         if source is not None:
             source.mark_step(self._state.clock.now(), moved)
@@ -111,8 +110,7 @@ class Loading:
         return self._state.allocator.evict_ahead()
 
     def page_changes(self) -> tuple[int, int, int]:
-        """Return the numbers of evictions, of moved pages and of replaced partial blocks. While these numbers are
-        unchanged, no page has moved.
-        """
+        """Return three counters: evictions, pages moved by compaction, and replaced partial blocks. While they are
+        unchanged, no cached page was evicted, moved or replaced."""
         state = self._state
         return state.allocator.evictions, state.compaction.moved_pages, state.tree.replaced

@@ -1,4 +1,4 @@
-"""Reserves pages for a load plan. Then publishes the loaded pages like computed pages, or cancels the load.
+"""Reserves pages for a load plan. After the load, publishes the loaded pages like computed pages, or cancels the load.
 
     reserve(plan) → Reservation      publish_loaded(reservation, loaded) → resumable tokens      cancel(reservation)
 
@@ -21,9 +21,9 @@ __all__ = ["cancel", "publish_loaded", "reserve"]
 
 
 def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
-    """Reserve the missing pages of a plan whose match is fresh. Returns None if the pool has too few pages for the
-    plan and one more block.
-    """
+    """Allocate the missing pages of a plan, and retain the pages that the pool already has. The plan's match must not
+    be stale. Returns None if the pool has too few pages for the plan and one more block. The request needs this block
+    for its first step."""
     match, tree = plan.match, state.tree
     account = state.accounts[match.control.tenant]
     root = tree.root(match.root_hash, account, match.control.tenant)
@@ -79,9 +79,8 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
 def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
-    """Publish the loaded pages up to the length at which a prompt can resume. Returns this length. If `loaded` is
-    None, all pages were loaded.
-    """
+    """Publish the loaded pages up to the length at which a prompt can resume, and end the reservation. Returns this
+    length. `loaded` marks the pages that were loaded, and None means all pages."""
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load
     loaded = to_load if loaded is None else to_load & loaded
     for columns in tree.window_columns:  # the pages of one block and window are valid only together
@@ -120,8 +119,9 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return two positions after a load. Some pages of the load may have failed. Before the first position, `rows` has
-    all pages of every token. At the second position, a prompt can resume with these pages."""
+    """Return two positions after a load in which some pages may have failed: the end of the tokens to publish, and the
+    position at which a prompt can then resume. Before the first position, `rows` has all pages that the tokens
+    need."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):
@@ -142,7 +142,8 @@ def _end(
 
 
 def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> Ids:
-    """Return `rows` with missing pages filled in from the tree. The tree may have grown since the reservation."""
+    """Fill missing pages of `rows` from the tree, in place, and return `rows`. Other requests may have published these
+    pages since the reservation."""
     path, matched = state.tree.walk(reservation.root, reservation.data, reservation.end)
     known = state.tree.rows(path, matched)[: matched // state.block_tokens]
     part = rows[: len(known)]

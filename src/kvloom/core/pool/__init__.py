@@ -1,7 +1,7 @@
 """Page pool: slabs, pages and their reference counts. Contains only page ids and counts, no tokens, hashes or page
 contents.
 
-    page_pool        PagePool: slabs cut into pages of several sizes; uses and cached entries of each page
+    page_pool        PagePool: slabs cut into pages of several sizes; reference counts of each page
     block_pages      BlockPages: rows of page ids, one row per block
     block_tables     BlockTables: page ids and lengths of all sequences
     compaction       moves pages so that a partly used slab becomes free

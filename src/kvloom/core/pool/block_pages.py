@@ -1,8 +1,8 @@
-"""Rows of page ids. A row has the pages of one block, one state or one block of an image, over all page sizes.
+"""Rows of page ids. A row contains the page ids of one block, one state or one block of an image.
 
-This module maps columns to size classes, and converts pages to bytes for the accounts. If a slab has several pages,
-it also records the owner of each cached page, because compaction may move such pages. It does not depend on tokens
-or policies.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction can
+move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page. It does
+not depend on tokens or policies.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """The interface of an object that retains pages which no block table lists. Such objects are pins, loads, pending
-    copies and sequences."""
+    """An object that retains pages which no block table lists: a pin, a load, a pending copy or a sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
-        """Return every row of page ids that the object retains. Compaction may rewrite these arrays in place."""
+        """Return all rows of page ids that the object retains. Compaction may rewrite these arrays in place."""
 
 
 def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace a page id in some columns of `rows`. The other columns contain ids of other page sizes."""
+    """Replace the page id `page` by `target` in some columns of `rows`. The other columns may contain the same number
+    as an id of another size class."""
     part = rows[:, columns]
     hit = part == page
     if hit.any():
@@ -63,7 +63,7 @@ class BlockPages:
         }
 
     def needs(self, rows: int) -> list[int]:
-        """Return the number of pages of each size class in `rows` rows."""
+        """Return how many pages of each size class `rows` rows need."""
         needs = [0] * len(self.pool.classes)
         if self._single_class is not None:
             needs[self._single_class] = rows * self.width
@@ -73,13 +73,14 @@ class BlockPages:
         return needs
 
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
-        """Return the page ids of `rows` for each size class, including zeros."""
+        """Return (size class, page ids) for each size class. The ids of `rows` are flattened and include zeros."""
         if self._single_class is not None:
             return [(self._single_class, rows.ravel())]
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
-        """Allocate `n` rows of pages. The caller has checked that enough pages are free."""
+        """Allocate `n` rows of pages. The caller has checked that enough pages are free. The pool prefers pages in the
+        slabs of the row `near`, so that the pages of a sequence stay together."""
         if self._single_class is not None and near is None:
             ids = self.pool.allocate(self._single_class, n * self.width)
             assert ids is not None
@@ -93,14 +94,14 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Add one use of every page in `rows`. Returns the number of bytes that were not in use before."""
+        """Add one reference to every page in `rows`. Returns the number of bytes that were not in use before."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page. Returns the number of bytes that are no longer in use, and how many of them
-        are now free."""
+        """Remove one reference from every page in `rows`. Returns two numbers of bytes: those that are no longer in
+        use, and how many of these are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -113,7 +114,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Add one cached entry to the count of every page in `rows`. `owner` is the entry."""
+        """Record that the prefix cache entry `owner` has the pages in `rows`, too."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -123,18 +124,18 @@ class BlockPages:
                 self.owners[c][ids[ids > 0]] = owner
 
     def own(self, rows: Ids, owner: PageOwner) -> None:
-        """Change the owner of cached pages."""
+        """Set the owner of all cached pages in `rows`."""
         for c, owners in self.owners.items():
             ids = rows[:, self._columns[c]].ravel()
             owners[ids[ids > 0]] = owner
 
     def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
-        """Change the owner of one cached page."""
+        """Set the owner of one cached page."""
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Remove one cached entry from the count of every page in `rows`. Returns the number of bytes that are now
-        free."""
+        """Record that one entry fewer of the prefix cache has the pages in `rows`. Returns the number of bytes that
+        are now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0
@@ -145,7 +146,7 @@ class BlockPages:
         return freed
 
     def orphans(self, rows: Ids) -> list[tuple[int, int]]:
-        """Return the pages of `rows` that are cached but have no owner, as (class, page)."""
+        """Return the pages of `rows` that are cached but have no recorded owner, as (size class, page)."""
         return [
             (c, page)
             for c in self.owners
@@ -154,7 +155,7 @@ class BlockPages:
         ]
 
     def shared(self, rows: Ids) -> bool:
-        """Return whether any page of `rows` is cached or has more than one use."""
+        """Return whether any page of `rows` is cached or has more than one reference."""
         classes = self.pool.classes
         return any(
             bool((classes[c].in_use[ids] > 1).any() or (classes[c].cached[ids] > 0).any())
@@ -166,6 +167,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return which rows are in use. Only the pages of one column are tested."""
+        """Return, for each row, whether its page in `column` is in use."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

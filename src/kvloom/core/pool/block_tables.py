@@ -102,9 +102,8 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that the page ids of a row changed from `block` on. Entries outside windows are never read, so
-        they need no mark.
-        """
+        """Record that page ids of a row changed, from `block` on. Blocks outside a window need no mark, because the
+        engine never reads them."""
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
 
@@ -113,7 +112,8 @@ class BlockTables:
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first changed block of each row. If none changed, return the end of the row. Clears the marks."""
+        """Return the first changed block of each row, and clear the marks. If no block changed, return the row's
+        number of reserved blocks."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first

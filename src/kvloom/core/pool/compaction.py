@@ -44,9 +44,8 @@ class Compaction:
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
-        """Empty one partly used slab. Returns whether a slab was emptied. With `cheaply`, only a slab that is
-        mostly free is considered.
-        """
+        """Move all pages out of one partly used slab, so that it becomes free. Returns whether a slab was emptied.
+        With `cheaply`, only a slab with at most half of its pages in use or cached is emptied."""
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:
                 continue
@@ -58,7 +57,7 @@ class Compaction:
         return False
 
     def renumber(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace page ids `old` of a size class by `new` in all references, and queue the copies."""
+        """Replace the page ids `old` of a size class by `new` in all references, and queue the copies of the pages."""
         self.moved_pages += old.size
         self._copies.add_move(cls, old, new)
         new_of = dict(zip(old.tolist(), new.tolist(), strict=True))

@@ -1,7 +1,8 @@
-"""Page counts in numpy, used if the native loops are not built. The results are the same.
+"""Page counts in numpy. Used if the native loops are not built. The results are the same.
 
-All functions take `in_use` and `cached` (int32), with one count per page, and int32 page ids. Id 0 is skipped. If a
-call would make a count wrong, it raises ValueError with the page and changes nothing.
+All functions take two int32 arrays with one count per page. `in_use` counts references of sequences, pins and
+transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. If a
+call would make a count wrong, the call raises ValueError, names the page and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 
 
 def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Count the first use of each page. No page may be in use, cached or listed twice."""
+    """Give each page its first reference. No page may be in use, cached or listed twice."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] != 0) | (cached[at] != 0), "is not free and cannot be allocated")
     if not once:
@@ -42,7 +43,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one use of each page. Returns how many pages were not in use."""
+    """Add one reference to each page. Returns how many pages were not in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -52,9 +53,8 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free.
-    Writes the free pages to `out`.
-    """
+    """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
+    free. Writes the free pages to `out`."""
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
     idle = _once(at[left == 0], once)
@@ -64,16 +64,15 @@ def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
 
 
 def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Add one cached entry to the count of each page."""
+    """Record that one more entry of the prefix cache has each of these pages."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be counted as cached")
     _add(cached, at, 1, once)
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Remove one cached entry from the count of each page. Returns how many pages are now free, and writes them to
-    `out`.
-    """
+    """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages are now free,
+    and writes them to `out`."""
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)
@@ -87,9 +86,8 @@ def any_negative(data: bytes) -> bool:
 
 
 def plain_ids(given: object) -> bytearray | None:
-    """Return a list or tuple of non-negative plain ints as int32 bytes. Returns None for any other object, or if a
-    value does not fit.
-    """
+    """Return a list or tuple of non-negative ints as int32 bytes. Returns None for any other object, or if a value
+    does not fit into int32."""
     if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
         return None
     try:
@@ -119,7 +117,7 @@ def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> in
 
 
 def _real(ids: Ids) -> tuple[At, bool]:
-    """Return the pages without zeros, and whether each page is listed once."""
+    """Return the page ids without zeros, and whether all of them differ."""
     at: At = ids.ravel().astype(np.intp)
     if not at.all():
         at = at[at != 0]
@@ -127,7 +125,7 @@ def _real(ids: Ids) -> tuple[At, bool]:
 
 
 def _once(at: At, once: bool) -> At:
-    """Return each page once, in the order of the list."""
+    """Return each page id once, in the order of the first occurrence. `once` states that the ids already differ."""
     if once:
         return at
     first: At = np.sort(np.unique(at, return_index=True)[1])
@@ -142,9 +140,8 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Subtract one from the count of each page and return the results. Raises ValueError and changes nothing if a
-    count would be negative.
-    """
+    """Return the counts of the pages minus one for each time that a page is listed. Raises ValueError if a count would
+    be negative. `why` is the end of the error message."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0
@@ -160,8 +157,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return, for each bit below `places`, how many masks at the start of the list have this bit set without
-    interruption."""
+    """For each bit below `places`, count the masks at the start of the list that have this bit set. The count ends at
+    the first mask without the bit."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):
@@ -178,6 +175,6 @@ def leading(masks: list[int], places: int) -> list[int]:
 
 
 def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
-    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return what `leading` returns for these
+    """Look up the mask of each key in `known`, with 0 for a missing key. Return the result of `leading` for these
     masks, times `scale`."""
     return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]

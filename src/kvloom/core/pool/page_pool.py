@@ -1,6 +1,7 @@
-"""Page pool: slabs cut into pages of several sizes, with reference counts per page.
+"""Page pool: slabs cut into pages of several sizes, with two reference counts per page.
 
-A page is in one of three states. The pool counts the pages in each state:
+`in_use` counts the references of sequences, pins and transfers. `cached` counts the entries of the prefix cache that
+have the page. The two counts define the state of a page. The pool counts the pages in each state:
 
 | state  | `in_use` (sequences, pins, transfers) | `cached` (entries of the prefix cache) |
 |--------|---------------------------------------|----------------------------------------|
@@ -8,9 +9,9 @@ A page is in one of three states. The pool counts the pages in each state:
 | cached | 0                                     | > 0                                    |
 | in use | > 0                                   | any                                    |
 
-Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never
-used. Page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses
-but no memory. `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
+Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never used.
+Page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses but no
+memory. `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class SizeClass:
         return (np.flatnonzero(idle) + start).astype(np.int32)
 
     def file(self, slab: int, free: int, before: int) -> None:
-        """Move a slab to the list of slabs with its present number of free pages."""
+        """Move a slab between the lists of partly used slabs. There is one list for each number of free pages.
+        `before` is the slab's old number of free pages, and `free` the new one."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -123,8 +125,12 @@ class PagePool:
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Return the number of slabs that must become free before `allocate` can return `needs`. While this number is
-        0, `allocate` may use whole free slabs to keep the pages of a sequence together."""
+        """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
+        c.
+
+        Also records how many free slabs would remain. While some remain, `allocate` may use whole free slabs to keep
+        the pages of a sequence together.
+        """
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -139,10 +145,10 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each with one use. If fewer pages are free, return None and change nothing.
+        """Return `n` free pages, each with one reference. If fewer pages are free, return None and change nothing.
 
-        If a slab has several pages, free pages in the slab of page `near` are used first. After that, whole free
-        slabs are used while many slabs are free. Otherwise partly used slabs are filled.
+        If slabs have several pages, free pages in the slab of page `near` are taken first. Then whole free slabs are
+        taken while many slabs are free. Otherwise partly used slabs are filled.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
@@ -216,7 +222,8 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one use of each page. The pages must be cached or in use. Returns how many pages were not in use."""
+        """Add one reference to each page. The pages must be cached or in use. Returns how many pages were not in
+        use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -224,7 +231,8 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free."""
+        """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
+        free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -236,12 +244,14 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """Add one cached entry to the count of each page. The pages must be in use or cached."""
+        """Record that one more entry of the prefix cache has each of these pages. The pages must be in use or
+        cached."""
         c = self.classes[cls]
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Remove one cached entry from the count of each page. Returns how many pages became free."""
+        """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages became
+        free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -274,8 +284,8 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the partly used slab whose pages can be moved to other slabs of its class at the lowest cost, or
-        None."""
+        """Return the partly used slab with the fewest pages to move, or None. Its pages must fit into the free pages
+        of other slabs of its class."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -284,7 +294,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid moving these pages (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move these pages (`count` 1), or allow it again (`count` -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():
@@ -294,8 +304,7 @@ class PagePool:
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
         """Move all pages out of a slab, so that the slab becomes free. The pages get new ids and keep their counts.
-        Calls `renumber(old, new)`, which must update all references and queue the copies.
-        """
+        Calls `renumber(old, new)`, which must update all references and queue the copies."""
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)

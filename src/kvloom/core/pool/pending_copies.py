@@ -26,9 +26,8 @@ class CopyBatch:
 
 
 class PendingCopies:
-    """The copies queued since the last `take`. Source pages do not change until `take`, except pages that
-    compaction moved. If a copy writes to a slab that compaction emptied, the copy is in a later batch.
-    """
+    """The copies queued since the last `take`. The source pages keep their bytes until `take`, except pages in a slab
+    that compaction emptied. Such a slab can be reused at once. A copy that writes to it is put into a later batch."""
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
@@ -58,12 +57,13 @@ class PendingCopies:
             self.add(cls, source[:, at].ravel(), target[:, at].ravel())
 
     def add_move(self, cls: int, source: Ids, target: Ids) -> None:
-        """Queue copies of pages out of slabs. These slabs may be reused at once."""
+        """Queue copies that move pages out of slabs. Other copies may then write to these slabs, in a later batch."""
         self.add(cls, source, target)
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages until `take`. The caller's use of the pages passes to this object."""
+        """Retain the source pages `rows` until `take`. The caller gives its reference to this object, so the caller
+        must not release the pages."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -82,8 +82,9 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the pages that contain the bytes of `rows` while the copies are still pending. An entry is 0 if the
-        page is unknown. The result is valid until `take`."""
+        """Return the pages that contain the bytes of `rows` while copies are still pending. For the target of a
+        pending copy, this is the source page. An entry is 0 if the page is unknown. The result is valid until
+        `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:

@@ -35,7 +35,7 @@ __all__ = [
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 token_at = struct.Struct("<i").unpack_from
-"""Returns the token at a byte offset, as a tuple with one element."""
+"""Reads the token at a byte offset. Returns a tuple with one element."""
 _TOKEN = np.dtype("<i4")
 _UNIT_BYTES = HASH_TOKENS * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
@@ -51,7 +51,8 @@ class BlockHash(bytes):
 
     @classmethod
     def of(cls, units: Sequence[bytes]) -> bytes:
-        """Return the hash of a block with these units, in order. For a single unit, return the hash of the unit."""
+        """Return the hash of a block that consists of these units, in order. For a single unit, return the unit's hash
+        itself."""
         if len(units) == 1:
             return units[0]
         block = cls(units[-1])
@@ -93,7 +94,7 @@ def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -
 
 
 def media_hash(root: bytes, digest: bytes) -> bytes:
-    """Return the hash of an image's media run below a root."""
+    """Return the hash of an image's media run under a root. `digest` is the digest of the image's content."""
     return blake2b(root + digest, digest_size=HASH_BYTES, person=b"kvloom.media").digest()
 
 
@@ -128,7 +129,8 @@ def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 
 def _with_media(data: bytes, resolve: Resolve) -> bytes:
-    """Return the token bytes with all media tokens set to -1, followed by the ranges and digests of the media."""
+    """Return the bytes to hash for tokens that may include media tokens. All media tokens become -1. The range and the
+    digest of each image follow after the tokens."""
     if not loops.any_negative(data):
         return data
     ids = np.frombuffer(data, "<i4")

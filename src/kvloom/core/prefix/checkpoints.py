@@ -1,8 +1,8 @@
 """The checkpoints of a radix tree: resumable positions, the window pages that they need, and unneeded window pages.
 
 A checkpoint owns the state snapshot at its position and protects the window pages before it. `Node.checkpoint_counts`
-is the number of checkpoints that need a page, by block and window. A page with count 0 that is not in use is
-unneeded, and is evicted first. This file handles pages and positions, but no tokens.
+is the number of checkpoints that need a page, by block and window. A window page is unneeded if this count is 0 and
+the page is not in use. Unneeded pages are evicted first. This file handles pages and positions, but no tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Checkpoints:
     # -- resumable positions --------------------------------------------------------------------
 
     def last_resume(self, node: Node) -> int:
-        """Return the deepest resumable position of a leaf, or its start if there is none."""
+        """Return the deepest position in a leaf at which a prompt can resume. Return the start of the leaf if there is
+        none."""
         if not self.needs_checkpoints:
             return node.end
         if not self.has_states and self.complete(node, node.end):
@@ -73,7 +74,7 @@ class Checkpoints:
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """Return, for each windowed group, its visibility and its page of each block in `rows` (0 for no page)."""
+        """Return, for each windowed group, its visibility and its page id for each block in `rows` (0 for no page)."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 
@@ -87,8 +88,8 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield the parts of nodes whose pages `query` sees before `position`. Starts at `node` and goes up to the
-        root."""
+        """Yield the nodes and their rows whose window pages a query at `query` sees before `position`. Starts at
+        `node` and goes up to the root."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -103,8 +104,9 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether all window pages that the token at `query` sees are cached, up to `position` in `node`. By
-        default, `query` is `position`. If several nodes share a block, only the pages of the deepest node count."""
+        """Return whether all window pages before `position` in `node` that a query at `query` sees are cached. By
+        default, `query` is `position`. If several nodes share a block, only the pages of the deepest node are
+        tested."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(
@@ -160,7 +162,7 @@ class Checkpoints:
         )
 
     def drop_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Drop a checkpoint and its snapshot. Its window pages may become unneeded."""
+        """Drop a checkpoint and its snapshot. Window pages that only this checkpoint needed become unneeded."""
         if self.events.listening:
             self.publisher.checkpoint_dropped(checkpoint, reason)
         if self.offload_source is not None:
@@ -206,7 +208,7 @@ class Checkpoints:
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
         """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
-        group in `self.windows`. `reason` is published with the event. If more pages are unneeded, the node is queued
+        group in `self.windows`. `reason` is published with the event. If unneeded pages remain, queue the node
         again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
@@ -230,8 +232,8 @@ class Checkpoints:
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Change the owner of pages that `node` dropped. The new owner is another node that shares the block and
-        still refers to the page."""
+        """Find a new owner for pages that `node` dropped but that are still cached. The new owner is another node that
+        shares the block and refers to the page."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)

@@ -1,4 +1,4 @@
-"""Ghosts: records of recently evicted tokens. They explain misses and train policies, and have no pages."""
+"""Ghosts: records of recently evicted tokens. They explain misses and train policies. They own no pages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """Records of evicted tokens. A record is found by the node before the tokens and a hash of the first tokens.
-    The number of records is limited, and the oldest are dropped.
-    """
+    """Records of evicted tokens. The key of a record is the node before the tokens, and a hash of the first tokens.
+    The number of records is limited, and the oldest are dropped."""
 
     LIMIT = 1 << 16
     SEEN = 64  # number of bytes that identify evicted tokens
@@ -36,7 +35,7 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the key under which the records of tokens after `node` are stored. The key of a root is its hash,
+        """Return the first part of the key of records for tokens after `node`. For a root, this is the root hash,
         which stays valid when the root is removed."""
         return node.root.hash if node.parent is None else node.serial
 
@@ -44,15 +43,15 @@ class Ghosts:
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
         """Record that the tokens after a node were evicted. These tokens start with `text` (at most SEEN bytes).
-        `ghost` is a tuple with the fields of `Ghost`, because a tuple is cheaper to create and most records are never
-        looked up."""
+        `ghost` has the fields of `Ghost`. It is a plain tuple, because most records are never looked up and a tuple is
+        cheaper to create."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the record of evicted tokens that equal `data` from byte `start` on, or None. `place` is the result of
-        `place()` for the node before these tokens."""
+        """Return the record of evicted tokens that start like `data` at byte `start`, or None. Only the first SEEN
+        bytes are compared. `place` is the result of `place()` for the node before these tokens."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

@@ -1,8 +1,8 @@
-"""Hash index: maps each block hash to its parent hash and to the groups stored under it, by medium. Only events
-fill it.
+"""Hash index: maps each block hash to its parent hash and to the places (for example tiers or workers) and layer
+groups that have its pages. Only events fill the index.
 
-Tiers, restarted servers, peers and routers use this index. It contains no tokens and no pages. A hash is bytes, or
-an integer if events contain integers.
+Tiers, restarted servers, peers and routers use this index. It contains no tokens and no pages. A hash is bytes, or an
+integer if the events contain integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HashIndex", "HashKey"]
 
 HashKey = TypeVar("HashKey", bytes, int)
 MAX_NATIVE = 64
-"""Largest number of places that the native loops accept."""
+"""Largest number of places for which the native loops can be used."""
 
 
 class HashIndex(Generic[HashKey]):
@@ -91,7 +91,7 @@ class HashIndex(Generic[HashKey]):
         return 0 if number is None else self._counts[number]
 
     def _every_group(self, place: str) -> int:
-        """Return the bits of all groups in `place`."""
+        """Return the bits that stand for all groups in `place`."""
         return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(
@@ -133,7 +133,8 @@ class HashIndex(Generic[HashKey]):
         self._counts[number] += new if bits else 0
 
     def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
-        """Record that pages of `groups` were removed from `place`. Hashes without pages are removed from the index."""
+        """Record that pages of `groups` were removed from `place`. A hash without pages in any place is removed from
+        the index."""
         keep = ~self._bits_of(tuple(groups), place)
         known = self._bits
         here, gone, has_parents = self._every_group(place), 0, self._parents is not None
@@ -160,8 +161,8 @@ class HashIndex(Generic[HashKey]):
             pass
 
     def forgetting(self, place: str, chunk: int = 10_000) -> Iterator[None]:
-        """Do the work of `forget` in steps of `chunk` hashes, so that an event loop can do other work between the
-        steps. Do not add pages of `place` before the end."""
+        """Do the work of `forget` in steps of `chunk` hashes. An event loop can do other work between the steps. Do
+        not add pages of `place` before the last step."""
         if place not in self._places:
             return
         mine, number = self._every_group(place), self._places[place]
@@ -179,7 +180,8 @@ class HashIndex(Generic[HashKey]):
             yield
 
     def add_place(self, place: str) -> int:
-        """Return the number of a place. It is the index of this place in the result of `lengths`."""
+        """Register a place if it is new, and return its number. The number is the index of the place in the result of
+        `lengths`."""
         number = self._places.setdefault(place, len(self._places))
         if number == len(self._counts):
             self._counts.append(0)
@@ -195,8 +197,8 @@ class HashIndex(Generic[HashKey]):
     def chains(
         self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
     ) -> Iterator[tuple[HashKey, list[HashKey], tuple[int, ...], str, int]]:
-        """Yield entries as chains: parent, hashes, groups, place, and the number of tokens of a partial last block
-        (else 0). A call of `stored` with each chain rebuilds the index."""
+        """Yield the entries as chains of hashes, each as (parent, hashes, groups, place, tail tokens). The tail tokens
+        are the tokens of a partial last block, or 0. Calling `stored` with every chain rebuilds the index."""
         names = list(self._places)
         every = (1 << self._groups) - 1
 
@@ -255,8 +257,9 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
         `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If `tail` is given, partial blocks can also
-        match.
+        length)` returns the hash of a partial last block of the prompt. If `tail` is given and the model has states,
+        partial blocks can also match. `root` is the parent of the first hash. It is needed to match a partial first
+        block.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
@@ -290,15 +293,18 @@ class HashIndex(Generic[HashKey]):
         return 0
 
     def bits(self, hashes: Sequence[HashKey]) -> list[int]:
-        """Return, for each hash, one integer whose bits are the places and groups with a page for this hash. `lengths`
-        uses these integers. About 30 ns per hash."""
+        """Return one integer for each hash. Each bit stands for a place and a group, and is set if the place has the
+        group's page. `lengths` takes these integers. About 30 ns per hash."""
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed there. Entry i
-        belongs to place number i. `bits` is the result of `bits()` for the prompt's hashes. For several indexes with
-        the same places and groups, combine their bits with `|` first. Partial last blocks are ignored. Without windows
-        and states, the cost is one comparison per block, plus a small cost per place."""
+        """Return, for each place (for example a worker), the longest resumable length of a prompt there, in tokens.
+        Entry i belongs to place number i. Partial last blocks are ignored.
+
+        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and groups,
+        combine their bits with `|` first. Without windows and states, the cost is one comparison per block, plus a
+        small cost per place.
+        """
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
         if self._groups > 1:
@@ -308,8 +314,8 @@ class HashIndex(Generic[HashKey]):
         return [count * HASH_TOKENS for count in counts]
 
     def lengths_of(self, hashes: list[HashKey]) -> list[int]:
-        """Return the same as `lengths(bits(hashes))`. In the usual case of one group and at most 64 places, native code
-        reads the bits from the index, which takes half the time."""
+        """Return the same as `lengths(bits(hashes))`. With one group and at most 64 places, native code reads the bits
+        from the index. This takes half the time."""
         places = len(self._places)
         if self._windows or self._states or self._groups > 1 or places > MAX_NATIVE:
             return self.lengths(self.bits(hashes))
@@ -340,7 +346,7 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute the result of `lengths` for models with windows or states, with one matrix of blocks, places and
+        """Compute the result of `lengths` for models with windows or states. Uses one matrix of blocks, places and
         groups."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
@@ -375,7 +381,8 @@ class HashIndex(Generic[HashKey]):
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
-        """Return, for each hash, a bit mask of the groups that have a page for it in any of `places`."""
+        """Return a bit mask for each hash. Bit g is set if any of `places` has a page of group g for this hash. None
+        means all places."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -1,6 +1,7 @@
 """Pages in transfer: reservations that a load job fills, and offload batches that a tier reads.
 
-Both retain their pages and are charged to the tenant. Their pages must not move until the transfer ends.
+Reservations and batches retain their pages, and their bytes are charged to the tenant. The pages must not move until
+the transfer ends.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Reservation:
         self.states: Ids | None = None
 
     def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
-        """Return, for each run of a group, the hashes and the page ids that the load job must fill."""
+        """Return (hashes, page ids) for each run of a group: the pages that the load job must fill, and their
+        hashes."""
         columns = range(group.columns.start, group.columns.stop)
         if group.spec.unit == "state":
             if self.states is None:
@@ -92,9 +94,8 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """Return, for each size class, how many pages of each slab are pinned in place. Recounts them for the
-        integrity check.
-        """
+        """Return, for each size class, how many pages of each slab are pinned in place. Counts them again for the
+        integrity check."""
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
         written = [self._to_fill(reservation) for reservation in self._reservations.values()]
         rows = [part for parts in written for part in parts]
@@ -118,9 +119,8 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation. Call this method before its pages are allocated, because allocation may compact
-        pages that the reservation shares.
-        """
+        """Register a reservation. Call this method before the missing pages are allocated. Allocation may compact
+        slabs, and then updates the page ids that the reservation already has."""
         self._reservations[id(reservation)] = reservation
 
     def remove(self, reservation: Reservation) -> None:

@@ -1,6 +1,5 @@
-"""Lookup finds the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the
-cache.
-"""
+"""Lookup finds the longest resumable prefix of a prompt, and the reason why the prefix is not longer. Does not modify
+the cache."""
 
 from __future__ import annotations
 
@@ -34,12 +33,13 @@ MISS_REASONS = {
     "reading off": "the request disabled reading the cache",
 }
 NOT_CACHED = ("never seen", "evicted")
-"""Miss reasons that mean that the pool has no page of the next tokens."""
+"""Miss reasons that mean that the pool does not have the next tokens of the prompt."""
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched` is a
-    later position up to which tiers have pages, but at which there is no checkpoint."""
+    """The position where a lookup ended, and the reason. For evicted pages, `when` is the time of the eviction and
+    `policy` the name of the policy. `matched` is a later position: tiers have pages up to there, but the prompt cannot
+    resume there."""
 
     reason: str
     position: int
@@ -144,8 +144,8 @@ class Lookup:
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Return the rows of page ids, the longest resumable length, the checkpoint at this length, and the reason why
-        the length is below `limit`."""
+        """Return four values: the rows of page ids, the longest resumable length, the checkpoint at this length, and
+        the reason why the length is below `limit`. If the model has no states, the checkpoint is None."""
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None
@@ -185,9 +185,8 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss. Its reason is "other tenant" if another tenant has the prompt in the cache. O(roots).
-        Only for operators, because the result reveals a prompt of another tenant.
-        """
+        """Return the miss. With `across_tenants`, its reason is "other tenant" if another root has more tokens of the
+        prompt. O(roots). Only for operators, because the result reveals prompts of other tenants."""
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
                 if root_hash != match.root_hash:
@@ -228,11 +227,8 @@ class Lookup:
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
     def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
-        """Return the number of tokens before the first image whose run is needed but missing. The result is at most
-        `match.limit`.
-
-        `has_run` returns whether the run of an image is available.
-        """
+        """Return the number of tokens before the first image whose media run is needed but not available. The result
+        is at most `match.limit`. `has_run` returns whether the run of an image is available."""
         limit = match.limit
         if self._media.pages.width and self._media.outlives_prompt:
             for item in match.media:
@@ -241,12 +237,12 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return the number of tokens before the first image whose run is needed but not cached. The result is at most
-        `match.limit`."""
+        """Return the number of tokens before the first image whose media run is needed but not cached. The result is
+        at most `match.limit`."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the longest resumable length of this prompt with the pages in `index`."""
+        """Return the longest resumable length of this prompt if the pages in `index` were available, too."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

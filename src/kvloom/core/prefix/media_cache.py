@@ -21,9 +21,8 @@ __all__ = ["MediaCache"]
 
 
 class MediaCache:
-    """The cached media runs by key (root hash + digest). `outlives_prompt` states that tokens after an image also
-    read the run of the image.
-    """
+    """The cached media runs, by key (root hash + digest). `outlives_prompt` is true if tokens after an image also read
+    the image's run (cross attention)."""
 
     def __init__(self, pages: BlockPages, publisher: EventPublisher, outlives_prompt: bool) -> None:
         self.pages = pages
@@ -55,9 +54,8 @@ class MediaCache:
         return has and item.start < stop and (self.outlives_prompt or item.stop > start)
 
     def add(self, key: bytes, account: Account, rows: Ids, tokens: int, now: float) -> MediaRun:
-        """Cache the pages of one image and return its run. The caller becomes the first user of the run, and its
-        use of the pages passes to the run.
-        """
+        """Cache the pages of one image and return its run. The caller becomes the first user of the run. The run takes
+        over the caller's reference to the pages."""
         run = MediaRun(next(self._serials), now, key, account, rows, tokens, len(rows) * self.pages.row_bytes)
         self._runs[key] = run
         self.pages.add_cached(rows, run)

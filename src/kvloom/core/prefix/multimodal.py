@@ -1,8 +1,8 @@
 """Images and other media: ids for their placeholder tokens, and media runs.
 
-Each content digest gets a negative id, which is valid in this process. Block hashes use the digest itself. Layers on
-the media axis have one media run per image: the pages of that image. Cross attention reads the run while the sequence
-is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts.
+Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest itself.
+Layers on the media axis have one media run per image: the pages of that image. Cross attention reads the run while the
+sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Media:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise ValueError(f"media placeholder [{self.start}, {self.stop}) is empty or negative")
+            raise ValueError(
+                f"media placeholder [{self.start}, {self.stop}) is empty or negative; give 0 <= start < stop"
+            )
         if len(self.digest) < 16:
             raise ValueError(f"a media digest needs 16 bytes or more, got {len(self.digest)}")
         if self.tokens < 0:
@@ -76,9 +78,8 @@ class MediaRun(Entry):
 
 
 class MediaIds:
-    """Maps digests to negative ids and back. The number of digests is limited. If a digest was dropped, it gets a
-    new id later, and its old pages miss.
-    """
+    """Maps digests to negative token ids and back. The number of digests is limited, and old digests are dropped. A
+    dropped digest gets a new id when it is used again. The pages under its old id then miss."""
 
     LIMIT = 1 << 18
 
@@ -115,7 +116,7 @@ class MediaIds:
         for item in sorted(media, key=lambda m: m.start):
             if item.start < end or item.stop > len(tokens):
                 raise ValueError(
-                    f"media [{item.start}, {item.stop}) overlaps another or lies outside the {len(tokens)} tokens"
+                    f"media [{item.start}, {item.stop}) overlaps another image or is outside the {len(tokens)} tokens"
                 )
             placed[item.start : item.stop] = self.id_of(item.digest)
             end = item.stop

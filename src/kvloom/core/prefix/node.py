@@ -97,7 +97,7 @@ class Node(Entry):
 
 
 class Root(Node):
-    """The parent of all first nodes of one model, tenant and adapter."""
+    """The parent of all first nodes under one root hash (model, tenant, adapter and salt)."""
 
     __slots__ = ("account", "hash", "tenant")
 
@@ -127,7 +127,8 @@ class Checkpoint(Entry):
 
     @property
     def history(self) -> ReuseHistory | None:
-        """The history of the checkpoint's node, because a request that returns uses the checkpoint and the node."""
+        """The history of the checkpoint's node. Both have one history, because a request that resumes at the
+        checkpoint also hits the node."""
         return self.node.history
 
     @history.setter
@@ -154,7 +155,8 @@ class Checkpoint(Entry):
 
 
 def nodes_sharing_block(node: Node, block: int) -> Iterator[Node]:
-    """Yield the nodes that share the first or the last block of `node`. Several of them may refer to the same page."""
+    """Yield the other nodes that have pages of the first or the last block of `node`. Several of these nodes may refer
+    to the same page."""
     current, first = node, node.start // block * block
     while current.start > first and current.parent is not None and current.parent.parent is not None:
         current = current.parent

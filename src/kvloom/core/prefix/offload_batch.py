@@ -30,10 +30,10 @@ class OffloadBatch(NamedTuple):
         | was_hit | whether a later request hit the pages                                                      |
         | tenant  | owner of the pages                                                                         |
         | root    | root of the block hashes of the pages                                                      |
-        | age     | step marks since the pages entered the tree or moved: 0, 1 or 2 (2 also if unknown)        |
+        | age     | number of step marks since the pages were written or moved: 0, 1 or 2 (2 also if unknown)  |
 
-    A page of age 1 was written by a step that was launched before the last mark. A page of age 2 was written before the
-    second last mark.
+    The engine sets a step mark before each step, and after copies inside the pool. Work before the last mark wrote the
+    pages of age 1. Work before the second last mark wrote the pages of age 2.
     """
 
     numbering: str
@@ -67,8 +67,9 @@ class OffloadSource:
         self._marked = -math.inf, -math.inf
 
     def mark_step(self, now: float, moved: bool) -> None:
-        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark. The last mark
-        then does not count."""
+        """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
+        inside the pool since the last mark. The second last mark then moves to this mark, too, because the older marks
+        do not cover these copies."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]
@@ -76,7 +77,7 @@ class OffloadSource:
     # -- notifications of the tree --------------------------------------------------------------
 
     def on_grow(self, node: Node, end: int) -> None:
-        """Record that a node has new pages from token `end` on."""
+        """Record that a node has new pages for the tokens from `end` on."""
         marks = node.offload
         if marks is None:
             marks = node.offload = OffloadMarks(node.start)
@@ -92,9 +93,8 @@ class OffloadSource:
             marks.settled = max(marks.settled, at)
 
     def on_trim(self, node: Node, end: int) -> None:
-        """Pass the pages of a node from `end` on to the listener before they are evicted. If `end` is inside a
-        block, the whole block is passed.
-        """
+        """Pass the pages of tokens from `end` on to the listener, before they are evicted from `node`. If `end` is
+        inside a block, the whole block is passed."""
         first = max(end, node.start) // self._block - node.start // self._block
         self._collect(node, first, node.count, evicted=True)
         if node.offload is not None:
@@ -176,7 +176,7 @@ class OffloadSource:
             self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
-        """Return the age of the newest pages of a node in step marks: 0, 1 or 2, as in `OffloadBatch`."""
+        """Return the age of the newest pages of a node, in step marks: 0, 1 or 2, as in `OffloadBatch`."""
         grown = 0 if node.offload is None else node.offload.grown
         return 2 if grown < self._before else int(grown < self._marks)
 
@@ -203,7 +203,8 @@ class OffloadSource:
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:
-        """Return the hashes of the prefixes that end with rows [first, last) of a node."""
+        """Return one hash for each row [first, last) of a node: the hash of the prefix that ends with the row's last
+        token."""
         base, each = node.start // self._block, self._block // HASH_TOKENS
         full = max(first, min(last, node.end // self._block - base))  # rows that end with a full block
         start = (base + first + 1) * each - node.start // HASH_TOKENS - 1

@@ -1,4 +1,4 @@
-"""Pins, queued prefixes and sessions. All three let requests change when a cached prefix is evicted."""
+"""Pins, queued prefixes and sessions. With these, requests change when a cached prefix is evicted."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ class Pins:
     # -- prefixes of waiting requests -----------------------------------------------------------
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the deepest node of a match and its nearest checkpoint. They are evicted after all entries that
-        no waiting request will hit.
-        """
+        """Protect the deepest node of a match and its nearest checkpoint. Among entries of equal rank, they are
+        evicted after all entries that no waiting request will hit. `turn` is the position of the request in the
+        waiting queue."""
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)
@@ -169,7 +169,7 @@ class Pins:
         return QueuedPrefix(turn, entries)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
-        """End a protection, because the request was scheduled or cancelled. A second call has no effect."""
+        """End a protection, because the waiting request was scheduled or cancelled. A second call has no effect."""
         now = self._clock.now()
         for entry in queued.entries:
             entry.wanted_by = tuple(turn for turn in entry.wanted_by if turn != queued.turn)

@@ -39,7 +39,7 @@ class EventPublisher:
         self.window_groups = tuple(g.index for g in windowed)
 
     def hash_before(self, node: Node) -> bytes:
-        """Return the hash of the last unit of HASH_TOKENS tokens that ends at or before the start of the node."""
+        """Return the hash of the tokens before `node`, up to the last multiple of HASH_TOKENS."""
         return self._last_hash(node.parent) if node.parent is not None else node.root.hash
 
     def _last_hash(self, node: Node | None) -> bytes:
@@ -51,7 +51,8 @@ class EventPublisher:
         return node.root.hash
 
     def hashes(self, node: Node) -> list[bytes]:
-        """Return the hashes of the units of HASH_TOKENS tokens that end in `node`. Each hash is computed only once."""
+        """Return the hashes of all units of HASH_TOKENS tokens whose last token is in `node`. Each hash is computed
+        only once."""
         unhashed = []
         current = node
         while current.parent is not None:  # walks up to the first node that has a hash
@@ -83,8 +84,8 @@ class EventPublisher:
         return text[-tokens * TOKEN_BYTES :]
 
     def _tokens(self, node: Node, begin: int, end: int) -> bytes:
-        """Return the token bytes [begin, end) of a path that ends in `node`. Media tokens are replaced by ids of
-        their content."""
+        """Return the tokens [begin, end) of the path that ends in `node`, as bytes. Media tokens are negative ids that
+        stand for their content."""
         text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
@@ -111,8 +112,8 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Like `hash_at`, but if a block has several units of HASH_TOKENS tokens, return a BlockHash. It also contains
-        the hashes of the block's units up to `position`."""
+        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of HASH_TOKENS
+        tokens, return a BlockHash, which also contains the hashes of the block's units up to `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -154,7 +155,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish that window pages of `node` are cached again. `missing` marks the pages that were missing before."""
+        """Publish that missing window pages of `node` were added again. `missing` marks these pages."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)
@@ -163,13 +164,14 @@ class EventPublisher:
                 self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
-        """Publish that window pages of some rows were removed."""
+        """Publish that the window pages of `group` in some rows of `node` were removed."""
         hashes = tuple(block_hash for block_hash, _, _ in self._row_hashes(node, rows))
         if hashes:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
-        """Return (hash, parent, end) for each unit of HASH_TOKENS tokens that is in some rows and ends in the node."""
+        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens that is in one of `rows` and ends in
+        `node`."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -199,17 +201,16 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the hash of a partial last block is removed, because the block grows. If the block has a
-        checkpoint, the hash stays.
-        """
+        """Publish that the hash of a partial last block is removed, because the block grows and gets another hash. If
+        there is a checkpoint at the end of the block, the hash stays valid and is not removed."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed. If it was in a partial last block, the hash of this block is
-        removed, too."""
+        """Publish that a snapshot was removed. If the snapshot was inside a block of `node`, the hash of the partial
+        block that ends there is removed, too."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

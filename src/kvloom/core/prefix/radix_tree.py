@@ -3,9 +3,9 @@
     root ── [0,37) ──┬── [37,80)         a node has any number of tokens; it is split where prompts diverge
                      └── [37,64)         a node has a row of page ids for every block it touches
 
-If prompts diverge inside a block, several nodes share the block. Each of them has a row for the block, which is
-valid for its own tokens. The id of an evicted window page is 0. `checkpoints` handles resumable positions. The
-allocator decides which entries are evicted and when. The tree evicts them.
+If prompts diverge inside a block, several nodes share the block. Each of these nodes has its own row for the block.
+The row is valid for the tokens of its node. The id of an evicted window page is 0. `checkpoints` handles resumable
+positions. The allocator decides which entries are evicted and when. The tree evicts them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RadixTree(Checkpoints):
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
         self.locked: set[Node] = set()
-        """Nodes that have locks, because a sequence, pin or load ends there."""
+        """Nodes that have locks, because a sequence, a pin or a load ends there."""
         self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
@@ -54,7 +54,8 @@ class RadixTree(Checkpoints):
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """Return the nodes below `node` that match `data`, and the number of matching tokens, at most `limit`."""
+        """Return the nodes below `node` that match the tokens in `data`, and the number of matching tokens. At most
+        `limit` tokens are compared."""
         path: list[Node] = []
         at = 0
         while at < limit and node.children:
@@ -81,9 +82,8 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the rows of page ids of the first `stop` tokens along a path. If one node has all of them, the
-        result is a view.
-        """
+        """Return the rows of page ids of the first `stop` tokens along a path. The result is a view if the first node
+        has all of them."""
         block = self.block
         if not path:
             return self._no_rows
@@ -122,11 +122,11 @@ class RadixTree(Checkpoints):
         last: bool = False,
         lock: bool = False,
     ) -> tuple[Node, bool]:
-        """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary.
+        """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary. Returns the
+        node that ends where `data` ends, and whether the tree already had any of the tokens.
 
-        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree takes
-        over the array `rows`, so the caller must not change the array afterwards. If the tree already has a page of a
-        block, it writes the id of that page into `rows`, and the caller must use that page.
+        The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already
+        has a page of a block, the tree writes the id of that page into `rows`. The caller must then use that page.
 
         `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
         this node next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned node.
@@ -165,9 +165,9 @@ class RadixTree(Checkpoints):
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Take pages that the node lacks from `rows`. For all other blocks, write the node's pages into `rows`.
-        `rows` starts at the first block of the node.
-        """
+        """Merge `rows` into the pages of a node that already has the same tokens. The node takes pages that it lacks.
+        For all other blocks, the node's pages are written into `rows`. `rows` starts at the first block of the
+        node."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -192,8 +192,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether a node may grow in place. This requires that only the caller uses the node, and that no
-        other request hit it."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. No other request may use
+        the node or have hit it, and the retention must be equal."""
         return (
             node.parent is not None
             and not node.children
@@ -203,8 +203,8 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether a node that grows by `rows` would lose a window page that a checkpoint may need. The first row
-        of `rows` replaces the row of the node's partial block, but may lack a window page."""
+        """Return whether a node that grows by `rows` would lose a window page. The first row of `rows` replaces the
+        row of the node's partial block. The new row may lack a window page that a checkpoint needs."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
@@ -416,8 +416,7 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf is evicted before other
-        entries."""
+        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf gets the rank FIRST."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

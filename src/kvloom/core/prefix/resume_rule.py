@@ -24,8 +24,9 @@ Present = npt.NDArray[np.generic]
 def missing_unit(
     position: int, windows: Sequence[tuple[Visibility, Present]], unit: int
 ) -> tuple[int, int] | None:
-    """Return the last unit that `position` needs and that is missing, as (window, unit). Return None if no needed unit
-    is missing. `windows` contains, for each windowed group, its visibility and one truth value per unit of the path."""
+    """Return the last unit that a prompt needs to resume at `position` and that is missing, as (window, unit). Returns
+    None if all needed units are present. `windows` contains, for each windowed group, its visibility and one truth
+    value per unit of the path."""
     stop = -(-position // unit)
     worst = None
     for window, (visibility, present) in enumerate(windows):
@@ -43,9 +44,12 @@ def longest_resume(
     unit: int,
     snapshots: Iterable[int] | None = None,
 ) -> tuple[int, int | None]:
-    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any. `snapshots`
-    are the positions with a state snapshot, deepest first, or None for models without states. Skips positions that need
-    a missing unit without testing each of them."""
+    """Return the longest valid position at or below `limit`. Also return the index of the window that ruled out longer
+    positions, or None.
+
+    `snapshots` are the positions with a state snapshot, deepest first, or None for models without states. Positions
+    that need the same missing unit are skipped together.
+    """
     stopped = None
     if snapshots is not None:
         for position in snapshots:

@@ -14,7 +14,7 @@ __all__ = ["checkpoint", "node_at", "publish", "take_checkpoints"]
 
 
 def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
-    """Take the checkpoints at positions that a commit passed. `before` is the length before the commit."""
+    """Take the checkpoints at positions that the last commit reached. `before` is the length before the commit."""
     if not state.tree.needs_checkpoints or not seq.control.store:
         return
     table = state.block_tables
@@ -98,10 +98,9 @@ def publish(
     closing: bool = False,
     lock: bool = False,
 ) -> Node:
-    """Add tokens [first, last) of a sequence after `node` and return the last node. `lock` moves the sequence's
-    lock to the last node. If the tree already has a full block, the sequence uses the tree's pages and releases its
-    own pages.
-    """
+    """Add tokens [first, last) of a sequence to the tree after `node`, and return the node where they end. If the tree
+    already has some of the full blocks, the sequence uses the tree's pages and releases its own. `lock` moves the
+    sequence's lock to the returned node."""
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
     rows = table.T.copy()
@@ -119,7 +118,7 @@ def publish(
 
 
 def _retention(seq: Sequence, position: int, block: int) -> Retention:
-    """Return the priority and expiry time that the request sets for the token at `position`."""
+    """Return the retention for the token at `position`: the priority and the expiry time that the request sets."""
     for item in seq.control.retain:
         start = item.start // block * block
         if start <= position and (item.stop is None or position < item.stop):

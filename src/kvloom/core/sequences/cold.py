@@ -4,9 +4,9 @@
     pages      in host memory       in the pool            groups with full attention
                none                 inside the window      groups with a window: they drop pages by themselves
 
-Attention reads both parts and joins the results. The sequence owns its cold runs, and closing the sequence releases
-them. A path of the radix tree has no gaps. A sequence with cold blocks therefore leaves the tree and publishes no
-further blocks.
+Attention reads both parts and joins the results. The sequence owns its cold runs and releases them when it closes. A
+sequence with cold blocks leaves the radix tree and publishes no further blocks, because a path of the tree must not
+have gaps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["add_cold_run", "coldable_pages", "open_cold"]
 
 
 def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
-    """Return the page ids of the next blocks that can become cold, at most `most` blocks: [blocks, columns].
-    Columns of windows contain 0.
+    """Return the page ids of the next blocks that can become cold, at most `most` blocks. The result is indexed
+    [blocks, columns]. Columns of windowed groups contain 0.
 
-    These blocks are full and computed, also in the recurrent layers, because cold tokens must precede all queries
-    of a step. Make pending copies before you read the pages."""
+    These blocks are full and computed, also in the recurrent layers, because all queries of a step must come after the
+    cold tokens. Run the pending copies before you read the pages.
+    """
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks
     computed = min(table.length.item(seq.row), table.state_length.item(seq.row))
@@ -54,17 +55,18 @@ def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
 
 
 def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-    """Start an empty sequence at `position`, after the cold blocks of `run`. These must be all full blocks before
-    `position`.
+    """Start an empty sequence at `position`, after the cold blocks of `run`. `run` must contain all full blocks before
+    `position`. If the pool lacks pages, returns False and changes nothing.
 
-    Allocates the live states, and the other pages that a query at `position` sees. These are window pages and the
-    partial block with the tokens `tail`. The caller fills both. If the pool lacks pages, returns False and changes
-    nothing."""
+    Allocates the live states, the window pages that a query at `position` sees, and the partial block with the tokens
+    `tail`. The caller must write all of them.
+    """
     ensure_open(state, seq)
     table, row, block = state.block_tables, seq.row, state.block_tokens
     if table.blocks.item(row) or len(run.pages) != position // block or len(tail) != position % block:
         raise ValueError(
-            f"{seq!r} cannot start at {position} behind {len(run.pages)} cold blocks and {len(tail)} tokens"
+            f"{seq!r} cannot start at {position} after {len(run.pages)} cold blocks and {len(tail)} tokens; "
+            f"give an empty sequence, {position // block} blocks and {position % block} tokens"
         )
     rows = state.tree.visible_rows(np.ones((-(-position // block), state.pages.width), np.int32), position)
     rows[: len(run.pages), state.full_columns] = 0

@@ -18,7 +18,7 @@ __all__ = ["commit", "commit_many"]
 
 
 def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-    """Commit tokens. Their pages must be written."""
+    """Commit tokens. The pages must be reserved. See `KVCache.commit`."""
     ensure_open(state, seq)
     data = token_bytes(tokens)
     row, table, block = seq.row, state.block_tables, state.block_tokens
@@ -57,7 +57,7 @@ def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length
 
 
 def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
-    """Commit one token for each of many rows."""
+    """Commit one token for each of many rows (open sequences). See `KVCache.commit_many`."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     ids = np.frombuffer(token_bytes(tokens), np.int32)
@@ -93,7 +93,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each row. Rows that only extend their own node are published together."""
+    """Publish one full block of each row (open sequence). If a row is the only user of its node, it is published
+    together with other such rows, which is cheaper."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -113,8 +114,8 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
-    """Publish the full blocks after `published`. If `store` of the request is off, the blocks are not published,
-    only counted."""
+    """Publish the full blocks `data`, which follow the published tokens. If the request does not store blocks, only
+    `published` is increased."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:
@@ -133,7 +134,8 @@ def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
 
 
 def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> list[int]:
-    """Return the block boundaries inside (start, stop) at which the retention changes."""
+    """Return the block boundaries inside (start, stop) at which the priority or TTL of the request's retain ranges
+    changes."""
     block = state.block_tokens
     edges = {r.start // block * block for r in seq.control.retain}
     edges |= {-(-r.stop // block) * block for r in seq.control.retain if r.stop is not None}
@@ -141,8 +143,8 @@ def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> 
 
 
 def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
-    """Return whether the pages of all tokens up to `stop` are ready to be written: the partial block is copied, and
-    states and media runs are allocated."""
+    """Return whether the tokens up to `stop` can be committed: no partial block waits for its copy, and states and
+    media runs are allocated."""
     if seq.shared_tail or (state.has_states and not state.block_tables.states[0, seq.row]):
         return False
     return not seq.media or all(
@@ -186,7 +188,9 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
     """Release a sequence's pages that are now outside a window. Published pages stay cached, and other pages become
     free.
 
-    Tokens after the live states will be computed again, so their windows are kept."""
+    If the live states cover fewer tokens than the sequence has, the later tokens will be computed again. The windows
+    of these tokens are therefore kept.
+    """
     row, table, tree = seq.row, state.block_tables, state.tree
     length = int((table.state_length if state.has_states else table.length)[row])
     for window, (visibility, columns) in enumerate(zip(tree.windows, tree.window_columns, strict=True)):

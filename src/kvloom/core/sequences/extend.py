@@ -19,7 +19,7 @@ __all__ = ["exceeds_quota", "extend", "extend_many", "give_states"]
 
 
 def extend(state: CacheState, seq: Sequence, n: int) -> int:
-    """Reserve pages for `n` more tokens. Returns the number of missing pages."""
+    """Reserve pages for `n` more tokens. Returns the number of missing pages, or 0 on success."""
     ensure_open(state, seq)
     n = index(n)
     if n < 0:
@@ -63,19 +63,25 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
     return seq.root.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
 
 
-def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
-    """Reserve pages for `n` more tokens of many rows. Returns the number of missing pages."""
+def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
+    """Reserve pages for `n` more tokens of many rows (open sequences). `n` is one number, or one for each row.
+    Returns the number of missing pages, or 0 on success."""
     table, block = state.block_tables, state.block_tokens
-    n, rows = index(n), table.validated(rows)
-    if n < 0:
-        raise ValueError(f"cannot extend by {n} tokens; give 0 or more")
+    rows = table.validated(rows)
+    n = n if isinstance(n, np.ndarray) else index(n)
+    if isinstance(n, np.ndarray) and n.shape != rows.shape:
+        raise ValueError(f"{n.size} numbers of tokens for {rows.size} sequences; give one per row")
+    least, most = (int(n.min()), int(n.max())) if isinstance(n, np.ndarray) and n.size else (n, n)
+    if least < 0:
+        raise ValueError(f"cannot extend by {least} tokens; give 0 or more")
     lengths = table.length[rows]
-    new = (lengths + (n + block - 1)) // block - table.blocks[rows]
+    new = (lengths + (n + (block - 1))) // block - table.blocks[rows]
     special = table.special[rows]
-    if lengths.size and int(lengths.max()) + n > state.max_tokens:
-        raise ValueError(f"{int(lengths.max())} + {n} tokens exceed max_tokens {state.max_tokens}")
-    if special.any() or len(state.accounts.accounts) > 1 or n > block:
-        return _extend_each(state, rows[(new > 0) | special], n)
+    if lengths.size and int((lengths + n).max()) > state.max_tokens:
+        raise ValueError(f"{int(lengths.max())} + {most} tokens exceed max_tokens {state.max_tokens}")
+    if special.any() or len(state.accounts.accounts) > 1 or most > block:
+        needy = (new > 0) | special
+        return _extend_each(state, rows[needy], np.broadcast_to(n, rows.shape)[needy].tolist())
     grow = rows[new > 0]
     if not grow.size:
         return 0
@@ -93,11 +99,12 @@ def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
     return 0
 
 
-def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
-    """Extend rows one by one, after a check that all of them fit together."""
+def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
+    """Extend rows one by one. Row i gets pages for `counts[i]` tokens. First checks that the pages of all rows fit
+    together, so that usually either all rows or none are extended. Returns the number of missing pages."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
-    for seq in sequences:
+    for seq, n in zip(sequences, counts, strict=True):
         account = seq.root.account
         _, sums = total.setdefault(id(account), (account, [0] * len(state.pool.classes)))
         for cls, pages in enumerate(_needs(state, seq, n)):
@@ -113,7 +120,7 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
             missing = state.allocator.free_pages(account, sums)
             if missing:
                 return missing
-    for seq in sequences:
+    for seq, n in zip(sequences, counts, strict=True):
         missing = extend(state, seq, n)
         if missing:
             return missing
@@ -121,7 +128,8 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate live states and queue the copy of the snapshot. The pages must already be charged."""
+    """Allocate the live states of a sequence, and queue the copy of the snapshot into them. The pages must already be
+    charged to the account."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
@@ -146,7 +154,7 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
-    """Allocate blocks. Their pages must already be charged."""
+    """Allocate `blocks` more blocks. Their pages must already be charged to the account."""
     row, table = seq.row, state.block_tables
     have = table.blocks.item(row)
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
@@ -157,7 +165,7 @@ def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
 
 
 def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
-    """Replace the shared pages of a partial block by copies."""
+    """Replace the shared pages of the partial block `block` by copies that only this sequence uses."""
     row, table = seq.row, state.block_tables
     source = table.tables[:, row, block][None].copy()
     target = state.pages.allocate(1, source[0] if state.pages.owners else None)
@@ -184,9 +192,8 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
-    """Return the media before `stop` whose runs must be allocated. The sequence does not have these runs. If the
-    request reads the cache, the runs are not cached either.
-    """
+    """Return the media before `stop` whose runs must be allocated, because neither the sequence nor the cache has
+    them. If the request does not read the cache, cached runs are ignored."""
     new: dict[bytes, Media] = {}
     for item in seq.media:
         key = seq.root.hash + item.digest

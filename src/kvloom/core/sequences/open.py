@@ -25,7 +25,7 @@ MAX_RETAINED = 4
 
 
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:
-    """Open a sequence on a match that is not stale."""
+    """Open a sequence on a match that is not stale. See `KVCache.open`."""
     runs = _media_runs(state, match) if match.media else ()
     tree, control, resume = state.tree, match.control, match.resume
     row = state.block_tables.take_row()
@@ -66,8 +66,8 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
 
 
 def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: float) -> None:
-    """Let a sequence resume from the state snapshot of `checkpoint`. Copies nothing now: the snapshot's pages stay in
-    use until the first `extend` copies them to the sequence's own pages."""
+    """Let a sequence resume from the state snapshot of `checkpoint`. The first `extend` queues the copy of the
+    snapshot to the sequence's own pages. Until then, the snapshot's pages stay in use."""
     assert checkpoint.states is not None
     seq.state_source = checkpoint.states.copy()
     seq.root.account.retain(state.states.retain(seq.state_source))
@@ -85,7 +85,7 @@ def retain_media(state: CacheState, seq: Sequence, run: MediaRun, now: float) ->
 
 
 def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
-    """Return the media runs that the tokens after the hit read."""
+    """Return the cached media runs that the tokens after the hit read. Only for models with cross attention."""
     cache = state.media_cache
     return [
         cache[match.root_hash + item.digest]
@@ -104,9 +104,8 @@ def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
 
 
 def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
-    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit. Splits a
-    node if needed.
-    """
+    """Record a hit of the matched nodes, and return the node that ends at the last block boundary of the hit. If a
+    node contains this boundary, the node is split there."""
     boundary = match.resume // state.block_tokens * state.block_tokens
     tree, node, before = state.tree, root, now
     for passed in match.path:
@@ -129,7 +128,8 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
 
 
 def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -> None:
-    """Apply the retain ranges of a request to tokens that are already cached, in whole blocks."""
+    """Apply the retain ranges of a request to a node that is already cached, if a range covers the whole node. Does
+    not lower a higher priority."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
             if item.priority >= node.rank(now):
@@ -163,13 +163,16 @@ def _descend(node: Node, data: bytes, position: int) -> Node:
 
 
 def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
-    """Return the positions at which a sequence should take checkpoints."""
+    """Return the positions at which a new sequence should take checkpoints, in order."""
     if not match.control.store:
         return ()
     positions = set()
     if state.checkpoint_policy.prompt_end:
         early = state.checkpoint_policy.before_last and match.length > state.block_tokens
         positions.add(match.length - early)
+        if early and not state.has_states:
+            # Tiers store full blocks only. An identical prompt resumes from a tier at its last full block.
+            positions.add((match.length - 1) // state.block_tokens * state.block_tokens)
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
@@ -225,8 +228,8 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
-    """Publish the partial last block, and take a checkpoint at the end of the sequence. The live states of the sequence
-    become the snapshot."""
+    """Publish the partial last block, and take a checkpoint at the end of the sequence. The live states of the
+    sequence become the snapshot. Returns the node where the tokens end."""
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:

@@ -48,8 +48,8 @@ def rollback(state: CacheState, seq: Sequence, n: int) -> int:
 def _resumable_below(
     state: CacheState, seq: Sequence, path: list[Node], rows: Ids, target: int, length: int
 ) -> tuple[int, Checkpoint | None]:
-    """Return the longest resumable position at or below `target`. Also return its checkpoint if states must be
-    restored."""
+    """Return the longest resumable position at or below `target`. Also return the checkpoint there if the states must
+    be restored from its snapshot, otherwise None."""
     table, tree = state.block_tables, state.tree
     if target == length or not tree.needs_checkpoints:
         return target, None
@@ -98,8 +98,8 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
 def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
-    """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. The tokens from
-    `boundary` to `resume` then count as unpublished."""
+    """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. Splits a node if
+    needed. The tokens from `boundary` to `resume` then count as unpublished again."""
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
         seq.published = boundary  # these tokens are not in the tree

@@ -45,11 +45,12 @@ class SequenceOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ColdRun:
-    """Consecutive cold blocks, with their page ids in host memory, [blocks, columns]. Columns of windows are
-    unused.
+    """Consecutive cold blocks. `pages` contains their page ids in host memory, indexed [blocks, columns]. Columns of
+    windowed groups are unused.
 
-    `last_hash` is the block hash of the last block, or None. `on_release` is called when the last sequence releases
-    the run."""
+    `last_hash` is the block hash of the last block, or None. Forks share a run. `on_release` is called when the last
+    sequence releases the run.
+    """
 
     pages: Ids
     last_hash: bytes | None
@@ -57,7 +58,7 @@ class ColdRun:
     users: int = 1
 
     def release(self) -> None:
-        """Drop one use of the run."""
+        """Remove one reference to the run. The last one calls `on_release`."""
         self.users -= 1
         if not self.users:
             self.on_release()
@@ -139,9 +140,9 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Number of tokens that the live states cover. While drafts are verified, it is smaller than `length`. The
-        recurrent layers compute the tokens from `state_length` to `length` again.
-        """
+        """Number of tokens that the live states cover. While drafts are verified, this number is smaller than
+        `length`. The next step then computes the tokens from `state_length` to `length` again in the recurrent
+        layers."""
         return int(self.cache.block_tables.state_length[self._open_row()])
 
     @property
@@ -155,7 +156,8 @@ class Sequence:
 
     @property
     def next_checkpoint(self) -> int | None:
-        """The next position at which a step should end, so that a snapshot can be taken there, or None."""
+        """The next position at which a step should end, because a snapshot should be taken there. None if there is no
+        such position."""
         length = self.length
         ahead = [p for p in self.checkpoint_positions if p > length]
         every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens
@@ -229,9 +231,8 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set the `special` flag of a row if the row has a page to copy, lacks its states, or has images that are not
-    computed yet.
-    """
+    """Set the `special` flag of a row that must be extended and committed alone. Such a row has a page to copy, lacks
+    its states, or has images that are not computed yet."""
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])
     if seq.media and not special:

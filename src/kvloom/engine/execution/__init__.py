@@ -1,6 +1,7 @@
 """Execution: a step on the device, from scheduled work to tokens on the host.
 
 model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
+draft_graphs.py      DraftGraphs: graphs of steps with drafts
 head_runner.py       HeadRunner: runs a head on the target's hidden states
 piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
@@ -12,6 +13,7 @@ memory_budget.py     measure_budget: bytes of the pool; default step sizes
 threads.py           use_threads: CPU threads of torch
 """
 
+from .draft_graphs import DraftGraphs
 from .head_runner import HeadRunner
 from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
 from .kv_memory import KVMemory, allocate_kv_memory
@@ -26,6 +28,7 @@ from .threads import cores, use_threads
 __all__ = [
     "MAX_RUNNING",
     "TOKEN_BUDGET",
+    "DraftGraphs",
     "HeadRunner",
     "InflightStep",
     "KVMemory",

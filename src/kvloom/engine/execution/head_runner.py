@@ -1,12 +1,12 @@
-"""Runs a head, which drafts from the target's hidden states. Head and target share the pool and the buffers of
-batches.
+"""Runs a head, which drafts from the target's hidden states. Head and target share the pool and the buffers of batches.
 
-    target's step       → its hidden states are written to the head's pages
-    run(works, wanted)  reads the state before each token, computes the head's layer, and returns logits after the works
-                        `wanted`. Their last tokens get the head's own hidden states, as the target has none for them.
+    target's step       the hidden states of the step are written to the head's pages
+    run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
+                        the works `wanted`. For the last token of these works the target has no hidden state yet, so
+                        the head's own hidden state is written.
 
-The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The
-head is never batch-invariant, because only the target decides which tokens are accepted.
+The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The head is
+never batch-invariant, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ __all__ = ["HeadRunner"]
 
 
 class HeadRunner(ModelRunner):
-    """Runs a head. Also makes the runner of the target write hidden states to the head's pages."""
+    """Runs a head. While it exists, the runner of the target also writes the target's hidden states to the head's
+    pages.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class HeadRunner(ModelRunner):
 
     @contextmanager
     def _write_target_states(self, batch: Batch) -> Iterator[None]:
-        """A context around a run of the target. At its end, writes the hidden states of the run to the head's
-        pages."""
+        """Return a context for one run of the target. When the context ends, the hidden states of the run are written
+        to the head's pages.
+        """
         with self._head.target_states(self._target.decoder) as states:
             yield
         self._states.write(batch, states())

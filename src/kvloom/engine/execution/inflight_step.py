@@ -19,13 +19,15 @@ from .pooling import PooledPrompt
 __all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
-"""A request, its first prompt token, and the log-probabilities from this token on."""
+"""A request, the position of a prompt token, and the log-probabilities of the prompt tokens from this position on."""
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A step that runs on the device, and its results, which are still being copied to the host. `work` is what was
-    scheduled. `tokens` are sampled for `requests`."""
+    """A step that runs on the device, and its results, which are still being copied to the host.
+
+    `work` is what was scheduled. `tokens` are the sampled tokens, one for each of `requests`.
+    """
 
     work: list[Scheduled]
     requests: list[Request]
@@ -53,8 +55,10 @@ class InflightStep:
         embeddings: Sequence[PooledPrompt] = (),
         drafts: Sequence[Draft] = (),
     ) -> InflightStep:
-        """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait. The first
-        `decoding` entries of `work` have one token each.
+        """Start to copy the results of a launched step to the host, and return the in-flight step. Does not wait.
+
+        The first `decoding` entries of `work` are decoding requests with one token each. The other arguments are
+        results on the device: sampled tokens, prompt log-probabilities and embeddings.
         """
         tokens, logprobs = sampled.tokens, sampled.logprobs
         prompts_of = [
@@ -101,8 +105,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to
-        their requests. Waits until all of them have arrived.
+        """Wait until all results have arrived. Return the sampled tokens, and the log-probabilities by index of the
+        token. Also adds prompt log-probabilities and embeddings to their requests.
         """
         if self.event is not None:
             self.event.synchronize()
@@ -117,15 +121,16 @@ class InflightStep:
 
 
 def _to_host(found: torch.Tensor) -> torch.Tensor:
-    """Start to copy a device tensor to pinned memory. Does not wait."""
+    """Start to copy a device tensor to pinned host memory, and return the host tensor. Does not wait."""
     host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
     return host.copy_(found, non_blocking=True)
 
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """For each token of `work`, compute the log-probability of the prompt token after it. `logits` are [tokens,
-    vocabulary].
+    """Return the log-probability of each prompt token that follows a token of `work`, for requests that want them.
+
+    `logits` are [tokens of all work, vocabulary]. Does not wait for the device.
     """
     found, at = [], 0
     for request, part in work:

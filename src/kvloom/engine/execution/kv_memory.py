@@ -34,9 +34,9 @@ MAX_TOKENS = 131072
 class KVMemory:
     """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic` is the memory of the buffer if slabs can be added and removed. `limit` is the largest number of tokens
-    of a sequence, if known. `budget` contains the measurement behind the size. `batch_invariant` states that
-    batch-invariant kernels must be used.
+    `elastic` is the memory of the buffer if slabs can be added and removed, else None. `limit` is the largest number of
+    tokens of a sequence, or None if the model has no limit. `budget` is the measurement from which the size was
+    computed, or None if the size was configured. If `batch_invariant` is set, runners must use batch-invariant kernels.
     """
 
     layout: PoolLayout
@@ -127,7 +127,9 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
 
 
 def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
-    """Return the layers of both models. Raises ValueError for a draft model that cannot share the pool."""
+    """Return one spec with the layers of the target (`spec`) and of the draft model or head. Raises ValueError for a
+    draft model that cannot share the pool.
+    """
     weight = next(draft.parameters())
     every, _ = kv_dtypes(config.kv_dtype)
     beside = model_spec(

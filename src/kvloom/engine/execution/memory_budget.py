@@ -70,10 +70,11 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
 ) -> MemoryBudget:
-    """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory. Takes
-    seconds on a GPU. Raises ValueError if no memory is left.
+    """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory.
 
-    Steps have up to `rows` sequences and `tokens` prompt tokens. Sequences have up to `longest` tokens.
+    On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
+    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. Takes seconds on a
+    GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -110,7 +111,9 @@ def _trial(
     invariant: bool,
     vision: Vision | None,
 ) -> tuple[int, int]:
-    """Run the largest step. Return its peak memory, and the bytes of its logits."""
+    """Run the largest step on a temporary pool. Return the peak memory of the step and the size of its logits, in
+    bytes.
+    """
     device = next(model.parameters()).device
     tokens = min(tokens, rows * longest)
     counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
@@ -142,8 +145,8 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A
-    large GPU computes longer steps slightly faster, but each token arrives later.
+    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A large
+    GPU gets a larger number, which is slightly faster in total, although each token arrives later.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

@@ -2,9 +2,12 @@
 
     runner.run(works) → logits after each work's last token, on the device; does not wait
 
+A `Work` is the tokens of one sequence in a step.
+
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
 | one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
+| a few tokens of each sequence: drafts  | a graph of the next larger size (`draft_graphs.py`)          |
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
 
@@ -35,6 +38,7 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scale
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
+from .draft_graphs import DraftGraphs
 from .piecewise_graphs import PiecewiseGraphs, uncollected
 
 __all__ = ["ModelRunner", "graph_sizes"]
@@ -74,10 +78,13 @@ class ModelRunner:
         invariant: bool = False,
         drafts: int = 0,
         target: ModelRunner | None = None,
+        draft_length: int = 0,
     ) -> None:
-        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
-        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step. With
-        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
+        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and the
+        buffers of batches. A step has at most `drafts` draft tokens and tokens that recurrent layers compute again.
+        `draft_length` is the largest number of draft tokens of a sequence. With `invariant`, the bits of a row do not
+        depend on the other rows of its step (CUDA only).
+        """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -140,6 +147,13 @@ class ModelRunner:
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
             )
+        self.draft_graphs: DraftGraphs | None = None
+        """Graphs of steps with drafts. None without speculation, and where they are not supported."""
+        if self._sizes and draft_length and not invariant:
+            again = draft_length if self.pages.has_states else 0
+            self.draft_graphs = DraftGraphs(
+                self.stage, self._forward, self.chosen, 1 + draft_length + again, tokens + rows
+            )
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
@@ -155,23 +169,28 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the
-        works `wanted`. A work with drafts has one more row for each draft token.
+        """Compute a step. Return logits [rows, vocabulary], on the device, valid until the next step. Does not wait.
 
-        The logits after every token of the works `whole` follow. The hidden states of the works `pooled` are stored
-        in `hidden_states`. Results are valid until the next step."""
+        The first rows are the logits after the last token of each work, or only of the works at the indices `wanted`. A
+        work with drafts has one more row for each draft token. Then follow the logits after every token of the works
+        `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        """
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
         # Cold pages are gathered on the host, by every layer: a graph cannot contain that.
         has_cold_blocks = any(work.sequence.cold_blocks for work in works)
-        if (
-            single
-            and self._sizes
-            and not has_cold_blocks
-            and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
-        ):
+        has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
+        if single and self._sizes and not has_cold_blocks and not has_new_states:
             return self._replay(works, wanted)
+        if (
+            self.draft_graphs is not None
+            and not (has_cold_blocks or has_new_states or whole or pooled)
+            and not any(_has_images(work) for work in works)
+        ):
+            size = self.draft_graphs.size_for(works)
+            if size:
+                return self.draft_graphs.run(works, size, wanted, self._memory())
         if (
             self.piecewise is not None
             and not has_cold_blocks
@@ -206,7 +225,7 @@ class ModelRunner:
         return logits
 
     def score(self, works: Many[Work]) -> torch.Tensor:
-        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in packed order."""
+        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in the order of `works`."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
@@ -246,8 +265,10 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences with the given token counts. Returns the number of tokens. Counts are
-        reduced if the step or the pool is too small. `limit` is the prompt length.
+        """Run several steps of the same temporary sequences, and return the number of computed tokens.
+
+        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step or the
+        pool is too small for it. `limit` is the length of each prompt. Each step passes its logits to `choose`.
         """
         open_: dict[int, Sequence] = {}
         done = 0
@@ -280,7 +301,7 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run the largest decode step on padding rows, without a graph."""
+        """Run the largest decode step once on padding rows, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
@@ -291,6 +312,10 @@ class ModelRunner:
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
         sizes = [] if self.piecewise is None else self.piecewise.sizes
+        drafts = self.draft_graphs
+        for size in reversed([] if drafts is None else drafts.sizes):
+            assert drafts is not None
+            drafts.capture(size, self._memory())
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]
@@ -321,7 +346,9 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether some works share pages. Sends the shared runs to the device."""
+        """Return whether sequences of the step share pages. If so, the shared page runs are sent to the device, so that
+        attention reads them once. Searches only if the sequences differ from those of the previous call.
+        """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
         sharers = (size, *(work.sequence for work in works))
@@ -357,7 +384,9 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
+        """Return the memory pool in which all graphs allocate. They can share it, because graphs never run at the same
+        time.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -390,13 +419,14 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens in one partial sum of batch-invariant attention. It is chosen so that there are
-    enough partial sums to fill a device, but at most 64."""
+    """Return the number of tokens in one partial sum of batch-invariant attention, for sequences of up to `longest`
+    tokens. A sequence then has enough partial sums to fill a device, but at most 64.
+    """
     return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether a work has images, or positions that images shift."""
+    """Return whether images affect a work: the work contains image tokens, or images shift its positions."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 

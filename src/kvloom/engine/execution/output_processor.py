@@ -1,4 +1,4 @@
-"""Applies the tokens of a step to their requests: finishes, stop texts, grammars and beams.
+"""Applies the tokens of a step to their requests: stop conditions, stop texts, grammars and beams.
 
 Reports finished requests and continued beams to the scheduler. Does not use the model or the device.
 """
@@ -25,8 +25,8 @@ def eos_tokens(model: Any) -> frozenset[int]:
 
 
 MASK_SECONDS = 0.01
-"""Longest time that a step waits for the grammar masks after its tokens. If a mask takes longer, its request skips
-steps.
+"""Longest time, in seconds, that a step waits until the grammar processes have computed the next masks. If a mask takes
+longer, its request is left out of the next steps until the mask arrives.
 """
 
 
@@ -40,8 +40,11 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Apply the tokens of a step and return its requests. `launched_since` is the work of the next step. Waits
-        until the tokens have arrived, and up to MASK_SECONDS for grammar masks.
+        """Wait for the tokens of a step and apply them to its requests. Return the requests that were still unfinished
+        before.
+
+        `launched_since` is the work of the next step, if it is already launched. Also waits up to MASK_SECONDS for
+        grammar masks.
         """
         tokens, logprobs = step.results()
         open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]
@@ -80,17 +83,21 @@ class OutputProcessor:
                 elif request.beams.offer(request, logprobs[places[i][depth]]):
                     self._advance(request.beams)
             depth += 1
-            open_ = [i for i in open_ if depth < len(places[i]) and step.requests[i].finish_reason is None]
+            open_ = [i for i in open_ if step.requests[i].finish_reason is None]
             for i in open_:
-                self.scheduler.commit_draft(step.requests[i], tokens[places[i][depth]])
+                if depth == len(places[i]):
+                    self.scheduler.commit_drafts(step.requests[i])
+            open_ = [i for i in open_ if depth < len(places[i])]
+            for i in open_:
+                self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def wait_for_masks(self, seconds: float) -> None:
         """Wait up to `seconds` for late masks."""
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
     def settle_masks(self) -> None:
-        """Finish requests whose late mask has arrived and allows no token, and requests whose grammar failed. Does
-        not wait.
+        """Finish requests whose late mask has arrived, if the output must end there. This holds if the grammar is
+        complete, allows no token, or has failed. Does not wait.
         """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
@@ -105,7 +112,9 @@ class OutputProcessor:
                 self._finish(request, "stop")
 
     def resume(self, request: Request, tokens: Sequence[int]) -> None:
-        """Apply output tokens of another engine to a new request. The request finishes if these tokens end it."""
+        """Apply output tokens that another engine generated to a new request. If these tokens contain the end of the
+        output, the request finishes.
+        """
         for token in tokens:
             request.tokens.append(token)
             refused = self._advance_grammars([request])
@@ -114,8 +123,9 @@ class OutputProcessor:
                 return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
-        """Send each new token to its grammar, and wait a short time for the next masks. Return the ids of the requests
-        whose grammar refuses the token."""
+        """Pass the last token of each request to its grammar, and wait up to MASK_SECONDS for the next masks. Return
+        the `id` of each request whose grammar does not allow the token.
+        """
         waiting, refused = [], set()
         for request in requests:
             structure = request.structure
@@ -140,7 +150,9 @@ class OutputProcessor:
         self._finish(request, "grammar")
 
     def _accept(self, request: Request, logprobs: TokenLogprobs | None, refused: bool) -> None:
-        """Apply the new token of a request, and finish the request if needed. A `refused` token is dropped."""
+        """Apply the last token of a request: log-probability, text, stop conditions. Finish the request if its output
+        ends. `refused` means that the grammar does not allow the token, so it is dropped and the request fails.
+        """
         token, params = request.tokens[-1], request.params
         ends = self._is_end(request)
         if ends:
@@ -178,8 +190,9 @@ class OutputProcessor:
 
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
-        """Decode a token. Return whether a stop text is complete. The final token is decoded only if the output
-        includes it."""
+        """Add a token to the text of a request. Return whether the text now contains a stop text. If the token `ends`
+        the output, it is decoded only with `include_stop_str_in_output`.
+        """
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)
         if request.params.include_stop_str_in_output:
@@ -187,8 +200,8 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """Continue a beam search with its best beams, or end it. Called when all beams of a depth have offered
-        their tokens.
+        """Continue a beam search with its best beams, or finish it if no beam continues. Called when all live beams
+        have offered their candidate tokens.
         """
         successors = beams.decide()
         if successors:
@@ -205,6 +218,7 @@ class OutputProcessor:
             self._finish(slot, why)
 
     def _finish(self, request: Request, why: Finish) -> None:
+        self.scheduler.commit_drafts(request)
         self.scheduler.finish(request, why)
         if request.text is not None:
             request.text.finish(request.output_count >= request.params.min_tokens)

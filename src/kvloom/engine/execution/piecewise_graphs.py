@@ -25,13 +25,16 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""At a certain number of tokens, a step takes equally long on host and device. Graphs are used for steps of up to
-MARGIN times this number."""
+"""Steps with few tokens take longer on the host than on the device. Graphs are used for steps of up to MARGIN times the
+number of tokens at which both times are equal.
+"""
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context without garbage collection. Destroying an old graph during a capture would break the capture."""
+    """A context in which garbage collection is off. If an old graph were destroyed during a capture, the capture would
+    fail.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -50,7 +53,9 @@ def piece_sizes(tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class _GraphSet:
-    """The CUDA graphs for steps of one size. Attention is not part of the graphs: `calls[i]` runs after `graphs[i]`."""
+    """The CUDA graphs for steps of one size, in the order of replay. After `graphs[i]`, `calls[i]` launches the
+    attention that follows it.
+    """
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -59,8 +64,10 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
-    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call.
+
+    `forward(batch, last, cutter)` runs the model and calls `cutter` at every attention call. `most` is the number of
+    tokens of the largest step.
     """
 
     def __init__(
@@ -80,8 +87,9 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Set the largest step that uses graphs. Larger steps gain nothing, because the host is not their bottleneck.
-        `host` and `device` are the seconds that a step of `tokens` tokens took on each."""
+        """Set the largest step that uses graphs. `host` and `device` are the seconds that a step of `tokens` tokens
+        took on each. The device is the bottleneck of larger steps, so graphs would not make them faster.
+        """
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property
@@ -90,8 +98,8 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size for a step, or 0 if there is none. A graph computes at most as many
-        logits as there are rows, and draft tokens also need logits.
+        """Return the smallest captured size for a step. Return 0 if the step has too many tokens, or needs more rows of
+        logits than a graph computes. Each work needs one row, plus one per draft token.
         """
         if sum(work.drafts + 1 for work in works) > len(self._last):
             return 0
@@ -156,8 +164,8 @@ class PiecewiseGraphs:
 
 
 class _Recording:
-    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`, no
-    graph is captured.
+    """Records a run of the model as a list of graphs, split at every attention call. Without a `pool`, the run is split
+    but no graph is captured.
     """
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
@@ -194,7 +202,9 @@ class _Recording:
         return result
 
     def _result(self, shape: tuple[int, int], query: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for the output of attention, which the next graph reads. All layers and sizes share it."""
+        """Return the buffer for the output of attention, which the next graph reads. Layers and sizes with the same
+        shape share it.
+        """
         key = *shape, query.dtype
         if key not in self._results or len(self._results[key]) < self._size:
             self._results[key] = torch.zeros((self._size, *shape), dtype=query.dtype, device=query.device)
@@ -207,7 +217,9 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that uses the same memory without owning it, so that other tensors may reuse the memory."""
+    """Return a tensor on the memory of `x` that does not keep this memory allocated. Later tensors may then reuse the
+    memory.
+    """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {
         "shape": (extent * x.element_size(),),

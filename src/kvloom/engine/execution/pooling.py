@@ -17,8 +17,10 @@ PooledPrompt = tuple[Request, torch.Tensor]
 
 @torch.inference_mode()
 def pool_hidden_states(work: Sequence[Scheduled], states: Sequence[torch.Tensor]) -> list[PooledPrompt]:
-    """Add the hidden states of each work ([tokens, hidden]) to its request. Return the prompts that are complete.
-    If a request starts again at its first token, its sum is reset. Does not wait for the device.
+    """Add the hidden states of a step ([tokens, hidden] for each work) to their requests. Return the prompts that are
+    now complete, with their embeddings. Does not wait for the device.
+
+    If a request computes its prompt again from the first token, its sum of hidden states starts again at zero.
     """
     done = []
     for (request, part), rows in zip(work, states, strict=True):

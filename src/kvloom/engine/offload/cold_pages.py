@@ -1,22 +1,19 @@
 """Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
 memory.
 
-1. A request may become long if the pool cannot hold it at its limit. Host memory must then have space for all its
-   full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. It is long from the start if the pool
-   cannot hold its prompt, else from its first cold page on. `Scheduler` admits as many long requests as host memory holds.
-2. Only groups with full attention have cold pages, because windows drop pages by themselves and a state is one
-page.
-3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a
-request.
-   The pages are copied to host memory here, then released. The sequence owns the leases of its cold pages
+1. A request may become long if the pool is too small for the request at its largest length. Host memory must then have
+   space for all its full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. The request is long
+   from the start if the pool is too small for its prompt, else from its first cold page on. `Scheduler` admits as many
+   long requests as fit into host memory.
+2. Only groups with full attention have cold pages. Windows drop their old pages anyway, and a state is one page.
+3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
+   This module copies the pages to host memory and then releases them. The sequence owns the leases of its cold pages
    (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
-4. Layers read the rest of the block table as a shorter sequence. Then they add attention over the cold pages, piece
-by
-   piece (`kernels/attention/cold.py`). Keys are stored rotated, so positions do not change.
-5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`).
-Host
-   memory keeps all of them like other pages. After a preemption, or for a request with the same prompt, the sequence
-   starts after these pages (`find`, `start`). Shorter prompts load the pages.
+4. Layers read the pages in the pool as a shorter sequence. Then they add attention over the cold pages, a part at a time
+   (`kernels/attention/cold.py`). Keys are stored after rotation, so their positions do not change.
+5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`), and
+   all of them stay in host memory like other pages. After a preemption, or for a request with the same prompt, a
+   sequence starts after these pages (`find`, `start`). Shorter prompts load the pages.
 6. A long request publishes nothing in the prefix cache, because a path of the radix tree has no gaps.
 
 If a copy fails, the pages stay in the pool, and the request is preempted and recomputes.
@@ -43,7 +40,7 @@ from .stats import OffloadStats
 __all__ = ["MAX_HOST_SHARE", "ColdPages", "ColdStart"]
 
 MAX_SAVED = 1024
-"""Largest number of ends of long requests that are remembered, for models with windows or states."""
+"""Largest number of saved resume positions (see `ColdPages.save`), for models with windows or states."""
 MAX_HOST_SHARE = 0.9
 """Largest share of host memory that cold pages may use. Transfers need the rest."""
 
@@ -54,9 +51,10 @@ class ColdStart:
 
     | field         | meaning                                                                                   |
     |---------------|-------------------------------------------------------------------------------------------|
-    | pages, leases | page ids in host memory of the full blocks before it [blocks, columns], and their leases  |
-    | hashes        | of all blocks before it; the last may be partial                                          |
-    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states         |"""
+    | pages, leases | page ids in host memory of the full blocks before `position` [blocks, columns of the block table], and their leases |
+    | hashes        | of all blocks before `position`; the last block may be partial                            |
+    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states         |
+    """
 
     position: int
     pages: npt.NDArray[np.int32]
@@ -75,9 +73,10 @@ class ColdStart:
 
 
 class ColdPages:
-    """Moves cold pages of one cache to host memory. `forms_of` returns the forms of a request's pages by group.
+    """Moves cold pages of one cache to host memory. Not thread-safe, like the cache.
 
-    `apply_copies` runs the pending copies inside the pool. Like the cache, the class is not thread-safe."""
+    `forms_of` returns the forms of a request's pages by group. `apply_copies` runs the pending copies inside the pool.
+    """
 
     def __init__(
         self,
@@ -106,8 +105,10 @@ class ColdPages:
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:
-        """Make up to `blocks` of the oldest blocks of a running request cold. Return the number of blocks that
-        became cold. It is 0 if no block is left or host memory is full. Waits for the copies."""
+        """Make up to `blocks` of the oldest blocks of a running request cold. Waits for the copies.
+
+        Returns the number of blocks that became cold, which is 0 if all blocks are cold already or host memory is full.
+        """
         sequence = request.sequence
         assert sequence is not None
         self._apply_copies()
@@ -141,11 +142,12 @@ class ColdPages:
         return len(rows)
 
     def save(self, request: Request) -> None:
-        """Copy pages to host memory, so that a later request can resume at the end of this long request. Call this
+        """Copy the pages of a long request to host memory, so that a later request can resume at its end. Call this
         method before the sequence is closed.
 
-        Does nothing if the request stores no pages, or if host memory is full. A failed copy is not reported, and
-        its pages are recomputed later."""
+        Does nothing if the request stores no pages, or if host memory is full. If a copy fails, no error is raised, and
+        later requests recompute the pages.
+        """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         position = sequence.length
@@ -169,10 +171,11 @@ class ColdPages:
 
     def find(self, request: Request, beyond: int) -> ColdStart | None:
         """Lease the pages with which a long request can resume at a position after `beyond`. Returns None if host
-        memory lacks such pages.
+        memory lacks these pages.
 
-        A model with windows or states can resume only at the end of a long request (`save`). Other models can resume at
-        the end of any block."""
+        A model with windows or states can resume only where an earlier long request ended (see `save`). Other models
+        can resume at the end of any block.
+        """
         cache, last = self._cache, len(request.tokens) - 1
         if not request.match_control.read or (request.images and cache.media_outlives_prompt):
             return None
@@ -193,8 +196,11 @@ class ColdPages:
         return None
 
     def start(self, request: Request, found: ColdStart) -> bool:
-        """Start the empty sequence of a request with leased pages. Waits until the pages that must be in the pool are
-        copied. If the pool lacks pages, releases the leases and returns False."""
+        """Let the empty sequence of a request continue at `found.position`, with the leased pages as its cold pages.
+        Waits until the pages that must be in the pool are copied there.
+
+        Returns True. If the pool lacks pages, releases the leases and returns False.
+        """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         tail = request.ids(found.position)[len(found.pages) * cache.block_tokens :]
@@ -212,8 +218,11 @@ class ColdPages:
         return True
 
     def _lease(self, request: Request, position: int) -> ColdStart:
-        """Lease the pages with which a request can resume at `position`. If some pages are missing, the result has an
-        earlier position: the end of an earlier block, or 0 in models with windows or states."""
+        """Lease the pages with which a request can resume at `position`.
+
+        If some pages are missing, the position of the result is smaller. It is 0 in models with windows or states. In
+        other models it is the end of the last block before the first missing page.
+        """
         cache, tenant = self._cache, request.control.tenant
         hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
         found = ColdStart(position, np.zeros((blocks, len(cache.page_tables)), np.int32), hashes, [], [])
@@ -233,10 +242,12 @@ class ColdPages:
         return found
 
     def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
-        """Return the blocks that must be in the pool to resume at `position`, for each run of every group.
+        """Return the blocks whose pages must be in the pool to resume at `position`, for each run of every group. Pages
+        of other blocks can stay cold.
 
         A windowed group needs the blocks inside the window. A group with full attention needs only a partial last
-        block. A state group needs the last block."""
+        block. A state group needs the last block.
+        """
         layout, block, forms = self._cache.layout, self._cache.block_tokens, self._forms_of(request)
         last = -(-position // block)
         found = []
@@ -251,7 +262,7 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return the result of `_visible_blocks`, with the page ids of the blocks in the pool."""
+        """Return the result of `_visible_blocks`, and for each entry the ids of these pages in the pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)
@@ -278,11 +289,12 @@ class ColdPages:
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
-        """Copy the pages of one column to host memory, except those that it already has, and lease all of them for
-        reading.
+        """Copy the pages of one column of the block table to host memory, and lease them for reading. Waits for the
+        copy. Pages that host memory already has are not copied again.
 
-        If host memory has no space for a page, the page is not leased. If `keep` is false, the pages are freed when
-        the lease ends."""
+        If host memory has no space for a page, its offset in the lease is negative. If `keep` is false, the pages are
+        freed when the lease ends.
+        """
         written, done = self._host.reserve(objects), False
         is_new = written.results == int(Outcome.PENDING)
         try:

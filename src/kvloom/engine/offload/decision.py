@@ -14,7 +14,9 @@ class Action(Enum):
     COMPUTE = "compute"
     """Compute tokens, up to `Decision.until`."""
     WAIT = "wait"
-    """Compute nothing, because the pages in transfer will arrive before the request could compute them."""
+    """Compute nothing in this step, because the pages in transfer will arrive before the request could compute their
+    tokens.
+    """
     NO_FREE_PAGES = "no free pages"
     """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
     RESUME = "resume"
@@ -23,8 +25,9 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action, and the position up to which the request computes before the next decision. If the position is None,
-    there is no limit."""
+    """The action of a request. `until` is the position up to which the request computes before the next decision, or
+    None if there is no limit.
+    """
 
     action: Action
     until: int | None = None

@@ -1,13 +1,13 @@
-"""A hand-over: a prefill worker computes a prompt, and at the same time this worker pulls its pages into host
-memory.
+"""A hand-over: a prefill worker computes a prompt, and at the same time this worker pulls its pages into host memory.
 
     prefill worker   chunk 0 ──▶ chunk 1 ──▶ chunk 2 ──▶ checkpoint      each finished chunk enters its host memory
     this worker            pull 0      pull 1      pull 2      pull      ──▶ the usual load job copies them into the pool
 
-Pages are addressed by block hash, so any tier may answer instead of the prefill worker. Only the pages that the
-resume point needs are pulled: window pages that are still visible, and one state snapshot. A hand-over does not
-decide which tokens a request computes. It ends when all pages have arrived, or when the worker is lost or late. The
-load job then uses the pages that have arrived, and the other tokens are computed.
+Pages are addressed by block hash, so any tier that has them may replace the prefill worker. Only the pages that the
+request needs to resume are pulled: window pages that are still visible, and one state snapshot.
+
+A hand-over ends when all pages have arrived, or when the prefill worker is lost or late. The usual load job then uses
+the pages that have arrived, and this worker computes the other tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .tier_loader import Forms
 __all__ = ["HandOver", "needed_pages", "peer_queue"]
 
 POLL_SECONDS = 0.002
-"""Shortest time between two lookups of one hand-over."""
+"""Shortest time, in seconds, between two lookups of one hand-over."""
 MAX_BLOCKS = 512
-"""Blocks of one lookup."""
+"""Largest number of blocks in one lookup."""
 
 Page = tuple[int, bytes]
-"""A layer group and a hash."""
+"""A page: the index of its layer group, and its block hash."""
 
 
 def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
-    """Return the pages that a prompt needs and the pool lacks, as one list per block, from the first unmatched
-    block on. O(blocks).
+    """Return the pages that a prompt needs and the pool lacks: one list per block, from the first unmatched block on.
+    O(blocks).
 
     With recurrent layers, one more list has the state snapshots and the pages of the partial last block.
     """
@@ -57,8 +57,9 @@ def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
 
 
 def peer_queue(transfers: TransferManager, address: str) -> int | None:
-    """Return the number of the queue whose tier is the peer at `address` (host:port). Return None if no tier has
-    this address."""
+    """Return the index of the queue whose tier is the peer at `address` (host:port). Return None if no tier has this
+    address.
+    """
     for number, queue in enumerate(transfers.queues):
         parts = urlsplit(queue.tier.name)
         if parts.scheme == "peer" and parts.netloc.rpartition("@")[2] == address:
@@ -68,8 +69,9 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer. `first` is the index of the first page in the needed pages. `tier_of` is the queue from
-    which each key is loaded."""
+    """Pages in transfer to host memory. `first` is the index of their first entry in the list of needed pages.
+    `tier_of` is the index of the queue from which each page is loaded, by key.
+    """
 
     first: int
     objects: list[Objects]
@@ -141,7 +143,7 @@ class HandOver:
         self._pulls, self._lookup = [], None
 
     def _collect(self, pull: _Pull, now: float) -> None:
-        """Count the pages of a finished transfer. Look for missing pages again, but not in the same tier."""
+        """Count the pages of a finished transfer. If some are missing, request them again from other tiers."""
         self.pages += pull.fetch.loaded
         missing = [
             objects.keys[i]
@@ -156,7 +158,7 @@ class HandOver:
             self._progress_at = now
 
     def _pull(self, lookup: TierLookup, now: float) -> None:
-        """Start to load the pages that a lookup has found, up to the first block with a missing page."""
+        """Start to load the pages that a lookup has found, up to the first entry of needed pages that is incomplete."""
         found = {
             key
             for objects, here in zip(lookup.objects, lookup.found, strict=True)
@@ -187,8 +189,9 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Return the pages of entries as objects, by group. With `all_runs`, include all runs of their layers, else
-        only the first."""
+        """Convert pages to objects for tiers, by group. Each entry is a list of pages, as in `needed_pages`. With
+        `all_runs`, all runs of a group are included, else only the first.
+        """
         hashes: dict[int, list[bytes]] = {}
         for entry in entries:
             for group, page_hash in entry:

@@ -33,7 +33,9 @@ _MIN_CHECKED_BYTES = 32 * 1024
 
 
 def form_of(group: PageGroup, run: int) -> Form:
-    """Return the form of a layer group's pages. Different layouts of the same bytes have different forms."""
+    """Return the form of the pages of one run of a layer group. Pages with equal bytes but different layouts have
+    different forms.
+    """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
     return Form(
@@ -52,9 +54,11 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return, for every page form of a layout, the form in which tiers store it. Tiers store pages of HASH_TOKENS
-    tokens, as a layout with this block size has them. Returns {} if the layout already has this block size. Omits
-    groups that this block size would divide into other runs."""
+    """Return the forms in which tiers store the pages of a layout, by form of the page in the pool.
+
+    Tiers store units: pages of HASH_TOKENS tokens, as a layout with this block size has them. Returns {} if the layout
+    has this block size already. Omits groups whose layers would form other runs with this block size.
+    """
     if layout.block_tokens == HASH_TOKENS:
         return {}
     layers = {name: group.spec for group in layout.groups for name in group.layers}
@@ -68,9 +72,11 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return the forms in which a re-encoding tier stores pages, by page form of a layout and of its units. The stored
-    forms contain values and do not depend on the KV dtype. Raises ValueError for pages whose scales are not in the
-    page."""
+    """Return the forms in which a re-encoding tier stores the pages of a layout and their units, by form of the page.
+
+    The stored forms contain plain values, so they do not depend on the KV dtype. Raises ValueError for pages whose
+    scales are not in the page.
+    """
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]
     if layout.block_tokens != HASH_TOKENS:
@@ -188,9 +194,10 @@ class HostPages:
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Mark the current stream. A copy of pages that were written before the mark waits only for work before the
-        mark. `moved` states that pages of any age were written since the previous mark. Older marks are then
-        dropped.
+        """Record a mark: the present end of the current stream. `offload` can then wait only for work before a mark.
+
+        The last two marks are stored. `moved` means that copies inside the pool have written pages since the previous
+        mark, so earlier marks are dropped.
         """
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -198,9 +205,11 @@ class HostPages:
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU. The copy
-        waits for all work on the current stream. With `age` 1 it waits only for work before the last mark, and with
-        `age` 2 before the second last mark.
+        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
+
+        On a GPU the copy waits for all work on the current stream. With `age` 1 it waits only for work before the last
+        mark, and with `age` 2 only for work before the second last mark. The caller must know that later work did not
+        write the pages.
         """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)

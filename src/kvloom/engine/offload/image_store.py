@@ -1,10 +1,10 @@
-"""Image embeddings in tiers. After an eviction or a restart, the embeddings of an image are loaded, and the image
-is not encoded again.
+"""Image embeddings in tiers. After an eviction or a restart, the embeddings of an image are loaded, and the image is
+not encoded again.
 
-    page [tokens of the image u64 | 0 … | 16 embeddings]      group IMAGE_GROUP; hash of root, content digest and number
+    page    number of tokens of the image (8 bytes) | padding | 16 embeddings
+    hash    of root, content digest of the image, and index of the page; the layer group is IMAGE_GROUP
 
-Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or
-late.
+Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or late.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ __all__ = ["IMAGE_GROUP", "ImageStore"]
 IMAGE_GROUP = (1 << 32) - 1
 _TOKENS, _HEAD_BYTES, _MAX_TOKENS = 16, 64, 1 << 20
 _WAIT_SECONDS = 0.25
-"""Longest wait for an image. With `load="always"` it is the deadline of the configuration."""
+"""Longest wait for the embeddings of an image, in seconds. With `load="always"` the deadline of the configuration
+applies.
+"""
 
 
 class ImageStore:
@@ -52,6 +54,12 @@ class ImageStore:
         self._form = Form(str(dtype), "TD", size, size, layout=f"image embeddings of {hidden}")
         self._is_usable = size <= transfers.host.slab_bytes
 
+    def has(self, image: Image) -> bool:
+        """Return whether host memory has the embeddings of an image. Asks no other tier."""
+        if not self._is_usable or self._config().load == "never":
+            return False
+        return bool(self._transfers.host.lookup(self._objects(image, 0, 1)).all())
+
     def load(self, image: Image) -> torch.Tensor | None:
         """Return the embeddings of an image in host memory, or None if they are not found in time."""
         if not image.read or self._config().load == "never" or not self._is_usable:
@@ -62,8 +70,9 @@ class ImageStore:
         return found
 
     def save(self, image: Image, made: torch.Tensor) -> None:
-        """Store the embeddings of an image ([tokens, hidden]). Copies them to host memory. They are written to
-        other tiers later."""
+        """Store the embeddings of an image ([tokens, hidden]). Copies them to host memory now. Other tiers get them in
+        the background.
+        """
         self._stats.encoded_images += 1
         if not image.store or not self._is_usable or made.shape[1] != self._hidden:
             return

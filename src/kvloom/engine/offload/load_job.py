@@ -43,21 +43,24 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """What the tiers have of a prompt: the tier of each page that the pool lacks. `is_complete` is set when every tier
-    has answered or is late."""
+    """Which tier has each page of a prompt that the pool lacks. `is_complete` is set when every tier has answered or is
+    late.
+    """
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
-    """The query that tiers have not answered yet."""
+    """The query that some tiers have not answered yet."""
     tier_of: dict[bytes, int] = field(default_factory=dict)
-    """By key, the tier that has a page that host memory lacks."""
+    """For each page that host memory lacks, by key: the index of a tier that has the page."""
     is_complete: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """A part of a load job whose pages are loaded together. It contains all pages from token `first` to the start of
-    the next chunk. `fetches` are the loads of these pages. If two jobs need the same page, one job owns the fetch and
+    """A part of a load job whose pages are loaded together: all pages from token `first` to the start of the next
+    chunk.
+
+    `fetches` are the transfers that load these pages. If two jobs need the same page, one job starts the transfer and
     both wait for it.
     """
 
@@ -74,11 +77,11 @@ class TierTransfer:
     chunks: deque[LoadChunk] = field(default_factory=deque)
     """Chunks that have not arrived."""
     loaded_from: int = 0
-    """First token from which on host memory has all pages up to the end of the load plan."""
+    """Position from which host memory has all pages up to the end of the load plan."""
     pages_by_tier: Counter[int] = field(default_factory=Counter)
-    """Pages that arrived, by tier."""
+    """Number of pages that arrived, by index of the tier."""
     bytes_from: np.ndarray | None = None
-    """Bytes to load from each tier for a block and all later blocks: [tier, block]."""
+    """Bytes to load for a block and all later blocks, by tier: [tier, block]."""
     deadline: float = 0.0
 
     @property
@@ -88,7 +91,9 @@ class TierTransfer:
 
 @dataclass(slots=True, eq=False)
 class PoolCopy:
-    """Pages being copied from host memory into the pool. `resume` is the resumable length before the copy."""
+    """Pages being copied from host memory into the pool. `resume` is the position at which the request could resume
+    before the copy.
+    """
 
     reservation: Reservation
     resume: int
@@ -97,7 +102,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """Whether the page of the reservation is copied: [row, column of the block table]."""
+    """For each page of the reservation, whether it is copied: [row, column of the block table]."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
 
@@ -121,12 +126,12 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """Loads the pages of one request from tiers. A job with `is_prefetch` belongs to no queued request, and ends when
-    its pages are in host memory. Other jobs copy the pages into the pool, too.
+    """Loads the pages of one request from tiers: first into host memory, then into the pool.
 
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 
-    `can_wait` states that other requests are scheduled first. Waiting then costs nothing.
+    A job with `is_prefetch` belongs to no queued request, and ends when its pages are in host memory. `can_wait` means
+    that other requests are scheduled before this one, so waiting for pages costs the request no time.
     """
 
     request: Request
@@ -150,8 +155,8 @@ class LoadJob:
         return self.request.control.tenant
 
     def record_on_request(self, copy: PoolCopy, tokens: int, now: float, tier_names: list[str]) -> None:
-        """Add loaded tokens to the request's `loads`, divided among the tiers in proportion to their pages.
-        `tier_names` begins with host memory.
+        """Add loaded tokens to `loads` of the request. The tokens are divided among tiers in proportion to the pages
+        that each tier loaded. `tier_names` are the names of host memory and of the tiers, in this order.
         """
         left, request = tokens, self.request
         sources = () if self.phase is Phase.COPYING_HEAD else self.transfer.pages_by_tier.items()

@@ -2,9 +2,9 @@
 
     0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
-The request computes from the start of the prompt while its pages load from the end. When both meet, the request
-resumes after the loaded tokens. The estimates decide only the size of the next step and whether to wait. The output
-does not depend on them. A wrong decision to wait costs a bounded time. This module does not read a clock.
+The request computes its prompt from the start while pages load from the end. When both meet, the request resumes after
+the loaded tokens. Estimates decide only how many tokens the next step computes, and whether the request waits. They do
+not affect the output. A wrong decision to wait costs a bounded time. This module does not read a clock.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
-    `loaded_from` to `end`, the end of the prompt, are loaded."""
+    `loaded_from` to `end` are loaded. `end` is the end of the prompt.
+    """
 
     computed_to: int
     loaded_from: int
     end: int
     block_tokens: int
     min_step: int
-    """A smaller step takes as long as a step of this many tokens."""
+    """Smallest useful number of tokens in a step. A step with fewer tokens takes as long as a step of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Measured times from which `LoadOrRecompute` decides. A time that was not measured yet is None."""
+    """Measured times from which `LoadOrRecompute` decides. A field is None if nothing was measured yet."""
 
     compute_seconds: Callable[[int], float] | None
-    """Returns the seconds of a step of n tokens."""
+    """A function: number of tokens → seconds of a step with this many tokens."""
     load_seconds: Callable[[int], float] | None
-    """Returns the seconds until all pages from a token on are loaded."""
+    """A function: position → seconds until all pages from this position on are loaded."""
     inflight_seconds: float | None
-    """Seconds left of the request's in-flight step, during which waiting costs nothing. None if there is no such
-    step."""
+    """Seconds until the in-flight step of this request ends. Until then, waiting costs nothing. None if the request is
+    in no in-flight step.
+    """
     max_lost_seconds: float
     """Largest number of seconds that the request may lose by waiting."""
 
@@ -57,8 +59,9 @@ class LoadOrRecompute:
         self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
-        """Return how many tokens to compute before the next decision, or 0 to wait. If loading saves no time, returns
-        all tokens to the end of the prompt."""
+        """Return how many tokens the request computes before the next decision. 0 means that it waits for pages. If
+        loading saves no time, returns all tokens up to the end of the prompt.
+        """
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds
         tokens: int | None = None
@@ -89,7 +92,9 @@ class LoadOrRecompute:
     def may_wait(
         self, loaded_from: int, compute_seconds: Callable[[int], float] | None, max_lost: float, now: float
     ) -> bool:
-        """Start or continue to wait. Return whether the time lost so far is at most `max_lost` seconds."""
+        """Start a wait, or continue it. Return whether the request may wait: the time that it has lost so far is at
+        most `max_lost` seconds.
+        """
         if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
             self._end_wait(self._loaded_at_wait, compute_seconds, now)  # that wait was for the lookup
         if self._waiting_since is None:
@@ -99,8 +104,11 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load` multiplied by the ratio of elapsed to expected load time, which is taken as at least 1. The
-        expected time includes the next `next_tokens` tokens, because they may still be in transfer."""
+        """Return `load` with its estimates multiplied by a factor: elapsed time / expected time of the load so far, at
+        least 1.
+
+        The expected time includes the next `next_tokens` tokens, because they may still be in transfer.
+        """
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)
         expected = soon + soon / next_tokens * (first_loaded - loaded_from)
@@ -109,7 +117,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return `tokens`, rounded up so that the remaining gap is a whole number of blocks."""
+        """Return a number of tokens, at least `tokens`, after which the rest of the gap is a whole number of blocks."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

@@ -45,7 +45,7 @@ from .tier_loader import TierLoader
 __all__ = ["OffloadManager", "Step", "WatchedTier"]
 
 MAX_PREFETCH_JOBS = 64
-"""If there are this many load jobs, queued requests are not prefetched."""
+"""Queued requests are prefetched only while there are fewer load jobs than this."""
 IDLE_WAIT_SECONDS = 0.002
 """Longest sleep, in seconds, of a step without work."""
 COPY_WAIT_SECONDS = 0.0002
@@ -64,8 +64,9 @@ class Step(Protocol):
 
 
 class WatchedTier(NamedTuple):
-    """A tier whose pages are published as events. It has the tier's medium, the recorded changes, and the forms of each
-    layer group's pages."""
+    """A tier whose pages are published as events: its medium, the recorded changes of its pages, and the page forms of
+    each layer group.
+    """
 
     medium: str
     changes: PageChanges
@@ -74,7 +75,9 @@ class WatchedTier(NamedTuple):
 
 class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
-    `host_write` is the write policy of host memory. `apply_copies` runs the pending copies inside the pool.
+
+    `host_write` is the write policy of host memory: which pages are offloaded to it. `apply_copies` runs the pending
+    copies inside the pool.
     """
 
     def __init__(
@@ -154,10 +157,11 @@ class OffloadManager:
         return ImageStore(self.cache, self.transfers, lambda: self.config, self.stats, hidden, dtype)
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
-        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool. Costs
-        a match and a load plan. Does nothing if host memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
+        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
-        `can_wait` states that other requests are scheduled first.
+        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. Costs a
+        match and a load plan. Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load
+        jobs.
         """
         if request.offers_pages:
             self._offering[request] = 0
@@ -173,9 +177,11 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return the number of tokens after `match` that tiers have, and the seconds until they are loaded. The
-        seconds are 0 if no load was measured. Returns None while tiers look up the pages. Loads nothing. If host
-        memory is the only tier, costs a load plan.
+        """Return how many tokens after `match` can be loaded from tiers, and the seconds until they are loaded. Loads
+        nothing.
+
+        The seconds are 0 if no load was measured. Returns None while the tiers look up the pages. If host memory is the
+        only tier, the call costs a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0
@@ -191,8 +197,8 @@ class OffloadManager:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
 
         Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
-        otherwise. Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed.
-        If no tier has a page, the call costs a dictionary lookup.
+        otherwise. The call may publish loaded pages in the cache, so the caller must match again if `cache.version`
+        changed. If no tier has a page, the call costs a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:
@@ -226,9 +232,10 @@ class OffloadManager:
         return Decision(Action.COMPUTE, job.compute_until if request in self._jobs else None)
 
     def is_pending(self, request: Request, has_followers: bool) -> bool:
-        """Return whether a request that waits for pages must continue to wait.
+        """Return whether a waiting request must continue to wait for its pages.
 
-        If other requests wait for the same pages (`has_followers`), copied pages enter the cache at once.
+        `has_followers` means that other requests wait for the same pages. If the pages are copied, they then enter the
+        prefix cache at once.
         """
         if request in self._hand_overs:
             return True
@@ -247,9 +254,11 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies between pool and host memory, each with the number of tokens
-        for which it has reserved pages of the pool. The number is 0 while needed pages are still being offloaded.
-        O(jobs)."""
+        """Return the requests that wait only for copies between pool and host memory. O(jobs).
+
+        Each request comes with the number of tokens for which pages of the pool are reserved. This number is 0 if the
+        copy into the pool cannot start yet, because a needed page is still being offloaded.
+        """
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
             for job in self._jobs.values()
@@ -257,7 +266,9 @@ class OffloadManager:
         ]
 
     def publish_loaded(self) -> None:
-        """Publish all copied pages before their requests are scheduled, because another request needs pages."""
+        """Publish the pages of all finished copies now, before their requests are scheduled. The pages can then be
+        evicted for another request.
+        """
         for job in list(self._jobs.values()):
             if job.copy is not None:
                 self._finish_copy(job)
@@ -269,17 +280,20 @@ class OffloadManager:
 
     @property
     def is_copying_to_pool(self) -> bool:
-        """Whether copies into the pool are in progress. When they end, a request starts or pages become free."""
+        """Whether copies into the pool are in progress. When such a copy ends, a request can start, or pages become
+        free.
+        """
         return self._pool.has_cancelled_copies or any(
             job.copy is not None and not job.copy.is_done for job in self._jobs.values()
         )
 
     def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
-        """Open the sequence of a long request after its pages in host memory, if they have more than `beyond`
-        tokens.
+        """Open the sequence of a long request so that it resumes after its pages in host memory. Return whether it was
+        opened.
 
-        Returns False and opens nothing if they have fewer tokens, or if the pool lacks pages. `open_empty` opens an
-        empty sequence."""
+        Opens nothing if these pages cover at most `beyond` tokens, or if the pool lacks pages. `open_empty` opens an
+        empty sequence.
+        """
         began = time.monotonic()
         found = None if self.cold is None else self.cold.find(request, beyond)
         if self.cold is None or found is None:
@@ -300,8 +314,9 @@ class OffloadManager:
         return True
 
     def request_started(self, request: Request) -> None:
-        """Record that a request has started to compute. Ends its load job, unless the end of its prompt is still
-        loading."""
+        """Record that a request has started to compute. Ends its load job, unless tiers are still loading the end of
+        its prompt.
+        """
         request.looked_in_tiers = request.computed
         if (job := self._jobs.get(request)) is not None and job.phase is not Phase.COMPUTING:
             self.cancel(request)
@@ -361,14 +376,18 @@ class OffloadManager:
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Offload pages early while the device `is_busy`, because the engine would only wait for the device."""
+        """Evict and offload pages while `is_busy()` returns True. The device is then busy, so the host has time to
+        spare.
+        """
         self._store.offload_ahead(is_busy)
 
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start queued copies, and record the duration of the `finished` step since `started`. `inflight` is the next
-        step. If there is no step and requests wait for pages (`is_waiting`), sleep until a page may have arrived.
+        """Start queued offloads, and record how long the `finished` step took since `started`. `inflight` is the step
+        that runs now.
+
+        If no step finished or runs, and requests wait for pages (`is_waiting`), sleep until a page may have arrived.
         """
         self._offer_pages()
         self.flush()  # the next step may start much later
@@ -381,7 +400,7 @@ class OffloadManager:
         self._inflight_until = time.monotonic() + self._prefill_time.seconds(tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Record that a step with `tokens` prompt tokens took `seconds`. Steps without prompt tokens count, too."""
+        """Record that a step with `tokens` prompt tokens took `seconds`. Call it for steps without prompt tokens, too."""
         self._prefill_time.observe(tokens, seconds)
 
     @property
@@ -415,7 +434,9 @@ class OffloadManager:
     # -- hand-over between prefill and decode workers ------------------------------------------------
 
     def _offer_pages(self) -> None:
-        """Offload the pages of finished chunks, for workers that wait for them. O(requests that offer pages)."""
+        """Offload the pages of finished prompt chunks, because other workers wait for them. O(requests that offer
+        pages).
+        """
         for request, offered in list(self._offering.items()):
             if request.finish_reason is not None or offered >= len(request.prompt):
                 del self._offering[request]  # a closed sequence has offloaded its last pages
@@ -424,8 +445,8 @@ class OffloadManager:
                 self._offering[request] = request.computed
 
     def _start_hand_over(self, request: Request, match: Match) -> bool:
-        """Start to pull the pages that a prefill worker computes. Return False if no tier is that worker, or if
-        this worker already has all pages.
+        """Start to pull the pages of a request from the prefill worker that computes them. Return False if no tier is
+        that worker, or if this worker already has all pages.
         """
         assert request.awaits_peer is not None
         peer = peer_queue(self.transfers, request.awaits_peer)
@@ -462,7 +483,10 @@ class OffloadManager:
         return bool(self.transfers.queues) and len(self._jobs) < MAX_PREFETCH_JOBS
 
     def _may_load(self, request: Request, match: Match) -> bool:
-        """Return whether tiers may have more pages of a prompt than `match` and an earlier lookup found."""
+        """Return whether to look in tiers for the pages of a prompt after `match`.
+
+        A request that has already looked in tiers looks again only if its cached prefix has become shorter since then.
+        """
         return (
             match.resume < match.limit
             and match.control.read
@@ -472,8 +496,8 @@ class OffloadManager:
         )
 
     def _must_wait(self, request: Request, match: Match) -> bool:
-        """Advance the load job of a waiting request. Create a job if tiers may have pages. Return whether the
-        request waits.
+        """Advance the load job of a waiting request, and return whether the request must wait. If there is no job and
+        tiers may have pages, create one.
         """
         job = self._jobs.get(request) or self._new_job(request, match)
         if job is None:
@@ -511,7 +535,9 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether loaded and computed tokens of a running request meet. If so, end its transfers."""
+        """Return whether a running request can resume after its loaded tokens, because its computed tokens reach them.
+        If so, cancel the transfers that are left.
+        """
         request, transfer = job.request, job.transfer
         if job.phase is not Phase.COMPUTING or (
             self._tiers.advance(job, None) and transfer.loaded_from > request.computed
@@ -537,8 +563,8 @@ class OffloadManager:
         )
 
     def _copy_head(self, job: LoadJob, match: Match) -> bool:
-        """Copy the start of a prompt from host memory while tiers load its end. Return whether host memory has
-        pages of the start.
+        """Copy the start of a prompt from host memory to the pool while tiers load its end. Return whether a copy
+        started or has already finished.
         """
         job.head_copied, job.phase = True, Phase.COPYING_HEAD
         if self._copy_to_pool(job, match):
@@ -569,8 +595,11 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job. Its request can resume at `resume`. The request looks in tiers again only if the prefix up to
-        `resume` is evicted."""
+        """End a job whose request can resume at `resume`. A job that has copied only the head of the prompt continues
+        instead.
+
+        After the end, the request looks in tiers again only if its cached prefix becomes shorter than `resume`.
+        """
         if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
             job.phase = Phase.WAITING
             return

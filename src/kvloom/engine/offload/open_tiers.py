@@ -117,9 +117,10 @@ def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
 
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap `place` so that it stores pages of HASH_TOKENS tokens. Servers of every block size can use such pages. A
-    peer may be the host memory of another engine, whose pages have that engine's block size. It then also has units
-    of the pages that it hands over.
+    """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use them.
+
+    A peer tier also has whole pages, because it may be the host memory of an engine with this block size. Returns
+    `place` unchanged if the pool has blocks of HASH_TOKENS tokens.
     """
     forms = unit_forms(layout)
     is_peer = "peer://" in place.tier.name

@@ -72,8 +72,10 @@ class PoolLoader:
         return plan.resume - match.resume, self.copy_time.seconds(size)
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pages of the pool for the pages of a request that are in host memory, and start the copies. Sets
-        `job.copy` when pages are reserved. If the call raises after that, the caller must cancel the copy.
+        """Reserve pages of the pool for the pages that host memory has of a request, and start the copies. Returns what
+        happened.
+
+        `job.copy` is set as soon as pages are reserved. If the call raises after that, the caller must cancel the copy.
         """
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []

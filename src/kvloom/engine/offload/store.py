@@ -2,9 +2,9 @@
 
     the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
-The host never waits for a copy. A cached page is retained while a copy reads it. If the page was already evicted,
-later steps wait for the copy on the device. Copies of evicted pages overlap the in-flight step, unless that step
-may have written the page. The cache decides which pages are offloaded, and when.
+The host never waits for a copy. If a page is still cached, it is retained while the copy reads it. If the page is
+already evicted, later steps wait on the device until it is copied. Copies of evicted pages overlap the in-flight step,
+unless that step may have written the page. The cache decides which pages are offloaded, and when.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
 MAX_LOSSY_ROOTS = 4096
-"""Largest number of recorded lossy roots. If there are more, roots without cached pages are dropped."""
+"""Largest number of recorded roots whose requests accept lossy pages. Beyond it, roots without cached pages are
+dropped.
+"""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class _PendingOffload:
     lease: Lease
     objects: Objects
     new: npt.NDArray[np.bool_] | None
-    """Marks the pages that host memory did not have. None means all pages."""
+    """Marks the pages that this copy adds to host memory. None means all pages."""
     was_hit: bool
     retained: OffloadBatch | None = None
 
@@ -84,8 +86,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call this method
-        before these requests compute.
+        """If `lossy`, record that requests with this root accept lossy pages. Call this method before these requests
+        compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
@@ -93,8 +95,9 @@ class PageOffloader:
             self._lossy_roots.add(root)
 
     def copy_units(self) -> None:
-        """Copy the pages of later batches into units too, for workers with another block size. Does nothing if this
-        worker has the block size of units."""
+        """From now on, also store offloaded pages as units, for workers with another block size. Does nothing if the
+        blocks of this worker have the size of a unit.
+        """
         forms = unit_forms(self.cache.layout) if self._units is None else {}
         if forms:
             self._units = UnitCopies(self.transfers.host, forms)
@@ -114,14 +117,18 @@ class PageOffloader:
         return not self._queued_hashes.isdisjoint(hashes)
 
     def before_step(self, moved: bool = False) -> None:
-        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
-        pool (`moved`). All pages that are cached now were written by work before this mark.
+        """Mark the present end of the device's stream. All pages that are cached now were written by work before this
+        mark.
+
+        Call this method before a step, and after copies inside the pool (`moved`).
         """
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)
 
     def offload_ahead(self, is_busy: Callable[[], bool]) -> None:
-        """Evict and offload pages while the device `is_busy`, before the pool runs out of free pages."""
+        """Evict and offload pages while `is_busy()` returns True, so that the pool does not run out of free pages
+        later.
+        """
         if "back" in self._writes:
             while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
@@ -155,7 +162,7 @@ class PageOffloader:
         self._pending = pending
 
     def _on_offload(self, batch: OffloadBatch) -> None:
-        """Queue a batch of the cache if any write policy needs its pages."""
+        """Queue a batch that the cache emits, if the write policy of any tier needs its pages."""
         wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
         if wanted or (batch.evicted and "back" in self._writes):
             lossy = batch.root in self._lossy_roots
@@ -165,12 +172,12 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the mark before which the pages of a batch were written: 1 for the last mark, 2 for the second
-        last, 0 for neither.
+        """Return the mark before which the pages of a batch were written: 1 for the last mark, 2 for the second last, 0
+        for none. A copy then waits only for the work before this mark (see `HostPages.offload`).
 
-        A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after
-        its launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part
-        of a partial block is written later.
+        A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after its
+        launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of a
+        partial block is written later.
         """
         return batch.age if batch.evicted else 0
 
@@ -179,7 +186,9 @@ class PageOffloader:
         return self.cache.loading.page_changes()
 
     def _offload(self, batch: OffloadBatch, is_unchanged: bool) -> None:
-        """Start the copies of a batch. `is_unchanged` states that its pages have not moved since it was queued."""
+        """Start the copies of a batch. `is_unchanged` means that none of its pages was evicted or moved since the batch
+        was queued.
+        """
         forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
         for group in self._groups[batch.numbering]:
             for run, form in enumerate(forms[group.index]):
@@ -217,7 +226,7 @@ class PageOffloader:
                     self.cache.loading.retain_batch(offload.retained)
 
     def _finish(self, offload: _PendingOffload) -> None:
-        """Release the pages of a finished copy, count it, and pass its pages to the other tiers."""
+        """Finish a copy to host memory: release its pages, count it, and pass its pages to the other tiers."""
         offload.lease.release(True)
         self.copying_keys.difference_update(offload.new_keys)
         if offload.retained is not None:

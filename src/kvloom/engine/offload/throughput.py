@@ -1,4 +1,4 @@
-"""Measured throughput: estimates the seconds of an amount of work, from a line through recent measurements."""
+"""Estimates how many seconds an amount of work takes, from a line fitted to recent measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class TimeModel:
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Weight of three measurements. Fewer are not trusted, because the first one often includes one-time costs."""
+    """Sum of the weights of three measurements. With fewer measurements the estimate is not trusted, because the first
+    measurement often includes one-time costs.
+    """
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -78,8 +80,12 @@ class TimeModel:
 def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
-    """Return the first block at which computing all earlier blocks takes as long as loading all later blocks.
-    `compute_seconds` must not decrease, and `load_seconds` must not increase. O(log blocks) calls."""
+    """Return the smallest number of blocks n for which computing the first n blocks takes at least as
+    long as loading the others.
+
+    `compute_seconds(n)` must not decrease with n, and `load_seconds(n)` must not increase. Calls them O(log blocks)
+    times.
+    """
     low, high = 0, blocks
     while low < high:
         middle = (low + high) // 2

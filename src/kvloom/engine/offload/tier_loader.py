@@ -33,12 +33,11 @@ __all__ = ["Forms", "TierLoader"]
 Forms = dict[int, list[Form]]
 """The forms of the runs of each layer group, by group."""
 MIN_GAIN = 0.05
-"""The end of a prompt is loaded only if loading saves at least this fraction of the time to compute the whole prompt.
-"""
+"""The end of a prompt is loaded only if at least this fraction of the missing tokens need not be computed."""
 MIN_CHUNKS = 32
-"""Smallest number of chunks of a prompt. A request can use a chunk as soon as it arrives."""
+"""A prompt is loaded in at least about this many chunks. A request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
-"""A step computes at least 1 / MIN_STEP_SHARE of a prompt. Smaller steps would not take less time."""
+"""A step computes at least 1 / MIN_STEP_SHARE of a prompt, because smaller steps take about the same time."""
 MAX_HOST_SHARE = 0.9
 """Largest fraction of host memory that one prompt may fill."""
 MIN_WAIT_SECONDS = 0.002
@@ -72,12 +71,12 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the objects of a query, for the first run of its layer group."""
+        """Return the pages of a query as objects for tiers. Only the first run of the layer group is included."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
-        """Return whether host memory lacks all pages of a query. Costs a tenth of the time of a load plan."""
+        """Return whether host memory has none of the pages of a query. Takes a tenth of the time of a load plan."""
         return query is not None and not any(
             key in self.transfers.host for key in self.objects_for(query, request).keys
         )
@@ -122,12 +121,14 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def loads_always(self, request: Request) -> bool:
-        """Return whether a request waits for every page that a tier has. This holds for handed-over requests."""
+        """Return whether a request loads every page that a tier has, without comparing times. This holds for
+        handed-over requests and, if configured, for all requests.
+        """
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading `tokens` tokens, which takes `seconds`, is faster than computing them.
-        `all_tokens` is the number of all missing tokens of the prompt.
+        """Return whether it is faster to load `tokens` tokens in `seconds` than to compute them. `all_tokens` is the
+        number of all missing tokens of the prompt. Returns True if nothing was measured.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -184,8 +185,11 @@ class TierLoader:
                 self.cancel(job)
 
     def _start(self, job: LoadJob) -> None:
-        """Request the chunks of a job. These are all pages, or only the pages at the end that should arrive while
-        the start is computed."""
+        """Request the pages of a job from tiers, in chunks.
+
+        If the request must load all pages, they form one chunk. Otherwise the chunks begin at `_first_token`, because
+        the request computes the tokens before it meanwhile.
+        """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
         match, resume = plan.match, plan.resume
@@ -232,8 +236,10 @@ class TierLoader:
             self._request_chunk(job, missing, chunk, first // block * block)
 
     def _first_token(self, job: LoadJob) -> int:
-        """Return the first token to load. It is well before the expected meeting point of loading and computing. If
-        loading would save no time, return the end of the load plan.
+        """Return the first token to load, well before the position where loading and computing are expected to meet.
+
+        Return the end of the load plan if loading would save no time. Return the end of the cached prefix, so that all
+        pages are loaded, if the request can wait or if too little was measured.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -267,8 +273,8 @@ class TierLoader:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function from a token to the seconds until all missing pages after this token are loaded.
-        Returns None without a measured rate.
+        """Return a function: token → seconds until all missing pages from this token on are loaded. Returns None if no
+        rate was measured.
         """
         transfer, block = job.transfer, self.cache.block_tokens
         bytes_from, chunks = transfer.bytes_from, transfer.chunks
@@ -297,10 +303,14 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute its
-        prompt. For a short prompt it is twice the expected time of the next chunk, at most MAX_SHORT_WAIT_SECONDS. If
-        no prefill rate was measured, the limit is a twentieth of the longest deadline. It is 0 if the load takes longer
-        than that."""
+        """Return the seconds that a request may lose by waiting for pages.
+
+        | measured                    | limit                                                                                |
+        |-----------------------------|--------------------------------------------------------------------------------------|
+        | no prefill                  | a twentieth of the longest deadline; 0 if the load is estimated to take longer       |
+        | prefill, no load            | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS    |
+        | both                        | as above; at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS    |
+        """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
             first = self.config.deadline_seconds[1] / 20
@@ -314,8 +324,8 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages as one chunk. A page is given as (index in `missing`, index inside that entry). Fetches of
-        other jobs are shared.
+        """Request pages as one chunk that begins at token `first`. A page is given as (index in `missing`, index inside
+        that entry). Pages that another job already loads are not requested twice, and both jobs wait for that transfer.
         """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}
@@ -342,6 +352,6 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return the objects of pages, one entry per run of their layer group."""
+        """Return missing pages as objects for tiers, one entry per run of their layer group."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

@@ -18,7 +18,9 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Copies pages of host memory into units, in other threads. A copy that does not fit is left out."""
+    """Copies pages of host memory into units, in background threads. If host memory has no space for a unit, it is left
+    out.
+    """
 
     def __init__(self, host: HostTier, forms: Mapping[Form, UnitForm]) -> None:
         self._host, self._tier = host, UnitTier(host, forms)

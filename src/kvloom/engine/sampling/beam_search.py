@@ -1,12 +1,13 @@
-"""Beam search on the host: chooses the beams that continue and their tokens, and stores finished beams. Does not
-use pages.
+"""Beam search on the host: chooses the beams that continue and their tokens, and stores finished beams. Does not use
+pages.
 
-    slots    one request for each beam; at first only the first one is live, with the prompt
-    offer    adds a beam's most likely tokens; once all live beams of a depth have offered,
-    decide   returns the successors (slot to continue, token, score), best first; none: the search is over
+    slots    one request for each beam; at first only the first slot is live, with the prompt
+    offer    adds the most likely tokens of a live beam
+    decide   called when all live beams have offered; returns the successors (slot to continue, token, score), best
+             first; an empty list means that the search is over
 
-The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or
-when no live beam can still become one of the `beam_width` best finished beams. With `early_stopping` it ends when
+The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or when
+no live beam can still become one of the `beam_width` best finished beams. With `early_stopping` it ends when
 `beam_width` beams have finished.
 """
 
@@ -105,8 +106,9 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of its most likely tokens a beam must offer, so that at least `width` of these tokens are not
-        end tokens."""
+        """Return how many of its most likely tokens each beam must offer. At least `width` of them are then not end
+        tokens.
+        """
         return width + max(width, ends)
 
     def offer(self, slot: S, candidates: TokenLogprobs) -> bool:

@@ -38,8 +38,8 @@ class Detokenizer:
             self._align(prompt)
 
     def _align(self, prompt: Sequence[int]) -> None:
-        """Find the start of the last whole character of the prompt. If the prompt ends inside a character, that
-        character is returned once it is complete.
+        """Find where decoding starts: at the last whole character of the prompt. If the prompt ends inside a character,
+        the character is returned with the first output text that completes it.
         """
         for left, extra in product(range(CHARACTER_PARTS + 1), range(CHARACTER_PARTS + 1)):
             ids = list(prompt[-CONTEXT - extra :])

@@ -43,7 +43,7 @@ FAST_COMPILES = 2
 FAST_SECONDS = 0.5
 """A compilation that takes longer than this many seconds continues at the lowest priority, and the next one starts."""
 SLOW_COMPILES = 4
-"""Largest number of compilations at the lowest priority. Further compilations are refused."""
+"""Largest number of compilations at the lowest priority. If there are more, one of them fails."""
 LATE_SECONDS = 0.1
 """A mask that takes longer than this many seconds is computed at the lowest priority."""
 PROCESS_BYTES = 4 << 20
@@ -51,7 +51,9 @@ PROCESS_BYTES = 4 << 20
 MOST_GRAMMARS = 512
 """Largest number of processes. Processes without a request end first, in the order of last use."""
 TENANT_PRESSURE = 4
-"""Number of grammars that a tenant may use per free place. A single tenant gets 4 of 5 places."""
+"""A tenant may use at most this many grammars for each grammar that can still start. A single tenant therefore gets 4/5
+of MOST_GRAMMARS.
+"""
 UNUSED_SECONDS = 1.0
 """Seconds for which an unused grammar stays compiled, because its request may be about to start."""
 TOTAL_MEMORY = 8
@@ -146,7 +148,7 @@ class GrammarState:
 
     @property
     def done(self) -> bool:
-        """Whether only end-of-sequence is allowed."""
+        """Whether the output must end here: only end-of-sequence is allowed, or the output has failed."""
         return self.failed or self._done
 
     @property
@@ -163,10 +165,12 @@ class GrammarState:
         return other
 
     def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
-        """Return new states after each of `tokens`, up to the first token that is not allowed now. This state does
-        not change.
+        """Return the states after each prefix of `tokens`, for example after 1, 2 and 3 tokens. This state does not
+        change.
 
-        Does not wait. The new states are pending. States after a token that is not allowed will fail."""
+        Returns [] if the first token is not allowed. The masks of the new states are pending. If a later token is not
+        allowed, the states after it fail when their masks arrive.
+        """
         self._settle()
         states: list[GrammarState] = []
         if self.error or not tokens or not self._allows(tokens[0]):
@@ -220,8 +224,9 @@ class Grammar:
         self.late = False
         self.key = -1
         self.queued = self.wanted = time.monotonic()
-        """`queued` is the time of the first request for the grammar. `wanted` is the time of the last request, or the
-        time at which the grammar became ready."""
+        """`queued` is the time when the grammar was first requested. `wanted` is the time of the latest request, or the
+        time when the grammar became ready, if that is later.
+        """
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
         self._dropped: list[int] = []
@@ -244,14 +249,17 @@ class Grammar:
         return self._count
 
     def post(self, operation: list[Any], asking: GrammarState | None) -> None:
-        """Queue an operation. `flush` sends all queued operations in one frame."""
+        """Queue an operation for the process. `asking` is the state that waits for the answer, if there is one. `flush`
+        sends all queued operations in one frame.
+        """
         self._operations.append(operation)
         if asking is not None:
             self._asking.append(asking)
 
     def forget(self, key: int) -> None:
-        """Queue the removal of a state. Sends nothing, because the garbage collector may call this method at any
-        time."""
+        """Queue the removal of a state. Does not send it, because the garbage collector may call this method at any
+        time.
+        """
         self.users -= 1
         self._dropped.append(key)
 
@@ -539,8 +547,9 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return the last grammar of the tenant with the most grammars. If several tenants have the most, return the
-        last grammar among all of these tenants."""
+        """Return a grammar of the tenant with the most grammars in the list: the one that comes last. If several
+        tenants have equally many, return the last grammar of all these tenants.
+        """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
         return next(grammar for grammar in reversed(grammars) if counts[grammar.tenant] == most)

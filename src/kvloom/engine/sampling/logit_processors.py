@@ -30,8 +30,9 @@ class TokenCounts:
         self._seen, self._size = start, 0
 
     def update(self, tokens: Sequence[int], prompt: int) -> None:
-        """Add new `tokens`. The first `prompt` of them are prompt tokens and are not counted. The cost grows with
-        the number of new tokens."""
+        """Record the tokens that were appended to `tokens` since the last call. The first `prompt` tokens belong to the
+        prompt and do not count as output. The cost grows with the number of new tokens.
+        """
         for i in range(self._seen, len(tokens)):
             token = tokens[i]
             slot = self._slot_of.setdefault(token, self._size)
@@ -87,7 +88,7 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingPara
 
 
 def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values in place at flat positions, which must be distinct."""
+    """Add `values` to logits in place. `where` are distinct positions in the flattened logits."""
     logits.view(-1).index_add_(0, where, values)
 
 

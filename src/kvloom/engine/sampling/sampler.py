@@ -36,8 +36,9 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""Possible numbers of most likely tokens to sort. The sampler uses the smallest width that is at least twice `top_k`,
-so that tokens with the same logit as the last one fit."""
+"""Possible numbers of most likely tokens to sort. A row uses the smallest width that is at least twice its `top_k`.
+Tokens whose logit equals that of the last allowed token then also fit.
+"""
 
 
 class SamplingRequest(Protocol):
@@ -68,8 +69,9 @@ class SampledTokens:
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """Rows that are sampled in the same way: from the `width` most likely tokens or, if `width` is None, from all
-    tokens without sorting. Only the parameters of a row determine its draw, so sums are rounded in the same way in
-    any batch.
+    tokens without sorting.
+
+    The width of a row depends only on its own parameters. Sums are therefore rounded in the same way in any batch.
     """
 
     width: int | None
@@ -216,8 +218,9 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. All tokens with this
-    logit may be sampled."""
+    """Return the smallest logit that each row may sample ([rows, 1]), computed from sorted logits, `top_k`, `top_p` and
+    `min_p`. If several tokens have this logit, all of them may be sampled.
+    """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
     before = share.cumsum(-1) - share  # the token that crosses top_p is included
@@ -264,7 +267,9 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return `rows`, and for each row one bit per token that the row may sample."""
+    """Return `rows`, and a mask for each of these rows: one bit per token, which is set if the row may sample the
+    token.
+    """
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
         flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1
@@ -314,5 +319,5 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index. Return None if there are no rows, or if all rows are included."""
+    """Return row numbers as an index tensor. Return None if there are no rows, or if they are all rows."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

@@ -1,12 +1,14 @@
 """Admission: decides whether a request fits into the pool, given the projected growth of running requests.
 
-    pool  >=  pages in use and missing for prompts  +  growth of all until a time  -  pages of requests finished before it
+    slabs of the pool  >=    pages in use, and pages that prompts still lack
+                           + pages that all requests will have added at time t
+                           - pages of the requests that finish before time t
 
-This must hold at every time at which a running request is expected to finish.
+This must hold for every t at which a request is expected to finish.
 
-If admission looked only at free pages, pages would run out later, and a request would be preempted and recomputed.
-The length of an output is unknown. It is estimated from recent outputs, within the request's limit. If the estimate
-is too low, the scheduler preempts.
+If admission looked only at free pages, pages would run out later, and a request would be preempted and recomputed. The
+length of an output is unknown. It is estimated from recent outputs, within the request's limit. If the estimate is too
+low, the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""A long request is projected with at most 1 / LONG_SHARE of the pool, because its other pages can become cold."""
+"""The projection assumes that a long request uses at most 1 / LONG_SHARE of the pool, because its other pages can
+become cold.
+"""
 LAG = 2
-"""Number of steps for which a finished request may still use its pages."""
+"""The pages of a finished request count as in use for this many more steps, because in-flight steps may still use them.
+"""
 
 
 class Admission:
@@ -55,8 +60,7 @@ class Admission:
 
     @property
     def resident_tokens(self) -> int:
-        """For a request that may become long: the projected number of tokens whose full-attention pages are in the
-        pool."""
+        """Largest number of tokens whose full-attention pages a long request is assumed to have in the pool."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
@@ -75,11 +79,14 @@ class Admission:
         running: Iterable[Request],
         loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Return whether a request with `cached` tokens fits beside the running and the `loading` requests.
-        `loading` contains requests, and the tokens for which they have reserved pages.
+        """Return whether a request with `cached` tokens fits into the pool beside the running and the `loading`
+        requests.
 
-        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1
-        µs more per running request.
+        `loading` contains requests that wait for copies into the pool, each with the number of tokens for which it has
+        reserved pages.
+
+        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1 µs
+        more per running request.
         """
         if self._projections is None:
             running = list(running)
@@ -114,7 +121,7 @@ class Admission:
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
-        """Return, for each running request, the request, the tokens for which it has pages, and its cached tokens."""
+        """Return (request, number of tokens with pages, number of cached tokens) for each running request."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
         blocks = self._cache.reserved_blocks[[sequence.row for _, sequence in some]].tolist()
         have = [
@@ -124,8 +131,9 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return the blocks that long requests have in the pool beyond their projection. These blocks can become
-        cold."""
+        """Return the number of blocks that long requests have in the pool beyond `resident_tokens`. These blocks can
+        become cold.
+        """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
             max(0, r.sequence.length // self._cache.block_tokens - r.sequence.cold_blocks - most)
@@ -134,15 +142,15 @@ class Admission:
         )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Return the projected growth of `requests` (see `_pages_of`) as three arrays.
+        """Return the projected growth of `requests` as three arrays. A request comes as in `_pages_of`.
 
         | array         | contents                                                                                  |
         |---------------|-------------------------------------------------------------------------------------------|
         | [4, requests] | tokens after the prompt, expected final tokens, cached tokens, tokens left to decode       |
-        | [classes, 1]  | pages of each size class that all requests add between the first two of these lengths     |
+        | [classes, 1]  | pages of each size class that all requests add from the end of the prompt to their final length |
         | [classes, 1]  | pages of each size class that the prompts of all requests still lack                      |
 
-        Cached tokens may be shared with other requests.
+        Other requests may share the cached tokens.
         """
         rest = []
         for request, have, found in requests:
@@ -156,7 +164,9 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool has enough slabs for `pages` of each class ([classes, times]) at every time."""
+        """Return whether the pool has enough slabs at every time. `pages` are the pages of each size class: [classes,
+        times].
+        """
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
 
@@ -166,8 +176,8 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the number of pages of each class ([classes, requests]) for growth from `first` to `ends` tokens.
-        Windowed groups count like full attention.
+        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
+        `first` to `ends` tokens. Windowed groups count like full attention.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

@@ -17,7 +17,9 @@ from kvloom.engine.request import Request
 __all__ = ["Feasibility"]
 
 RESIDENT_BLOCKS = 2
-"""Blocks with full attention that a long request needs in the pool: the one it writes, and the one before it."""
+"""Blocks with full attention that a long request must have in the pool: the block that it writes, and the one before
+it.
+"""
 
 
 class Feasibility:
@@ -28,8 +30,11 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Return whether a request at its limit needs cold pages, even after the pool has grown to `reachable_slabs`.
-        Raise ValueError for a request that can never run."""
+        """Raise ValueError for a request that can never run. Return whether the request needs cold pages at its largest
+        length.
+
+        If the pool can grow to `reachable_slabs` slabs, this size counts instead of its present size.
+        """
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
@@ -58,8 +63,9 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether a sequence of `length` tokens fits into the tenant's quota, and into the pool after the pool
-        has grown to `reachable_slabs`."""
+        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If the pool can
+        grow to `reachable_slabs` slabs, this size counts.
+        """
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
@@ -113,9 +119,10 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request uses the most image pages, and the tokens of these images. If image
-        pages stay in use after the prompt, this is the end of the request, with all images. Otherwise it is the end
-        of the largest image.
+        """Return the length at which a request has the most image pages in use, and the token counts of these images.
+
+        If image pages stay in use after the prompt, this is the end of the request, with all its images. Otherwise it
+        is the end of the last image, with the largest image.
         """
         images = request.images
         if images is None:

@@ -21,14 +21,17 @@ MAX_PROTECTED = 256
 SHORT_SHARE = 16
 """Pages are protected while less than 1 / SHORT_SHARE of the slabs is free."""
 MAX_COMPARED = 16
-"""Number of next requests in the queue with which a step compares a prompt, if the model resumes only at checkpoints.
-"""
+"""A prompt is compared with this many next requests in the queue, in models that resume only at checkpoints."""
 MAX_CHECKPOINTS = 4
-"""Largest number of pending checkpoints of a prompt for queued requests. In models with states, each ends a step."""
+"""Largest number of checkpoints of one prompt that wait to be taken for queued requests. In models with states, a step
+must end at each checkpoint.
+"""
 
 
 class Lookahead:
-    """Looks ahead in one queue. `match` finds the cached prefix of a request."""
+    """Protects pages and requests checkpoints for the next requests in one queue. `match` finds the cached prefix of a
+    request.
+    """
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self._cache, self._queue, self._match = cache, queue, match
@@ -51,10 +54,11 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a prompt take checkpoints where queued requests diverge from it. Also take one where tiers have
-        pages but no checkpoint. Call this before each chunk, because new requests may have arrived.
+        """Make a running prompt take checkpoints where queued requests diverge from it. Call this before each chunk of
+        the prompt, because new requests may have arrived.
 
-        Does nothing for models without windows and states, because they can resume at any position.
+        If tiers have pages up to a later position but no checkpoint there, a checkpoint is taken there too. Does
+        nothing for models without windows and states, because they can resume at any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
@@ -75,8 +79,9 @@ class Lookahead:
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Announce the next checkpoint of a prompt in this step, so that queued requests can wait for it. Does nothing
-        for models without states, whose requests wait for each block."""
+        """Record the next checkpoint of a prompt that runs in this step, so that queued requests can wait for it. Does
+        nothing for models without states, because their requests can resume after each block.
+        """
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
         if position is not None and position >= block:
@@ -84,8 +89,11 @@ class Lookahead:
             self._announced.setdefault(position // block * block, set()).add(prefix)
 
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
-        """Return whether a prompt of this step will take a checkpoint at which a queued request could resume later than
-        at `resume`, its present resume position. Costs one comparison per announced position."""
+        """Return whether a waiting request should wait for a checkpoint that another prompt takes in this step.
+
+        This holds if the request could resume there, later than at `resume`, its present resume position. Costs one
+        comparison per announced position.
+        """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):
                 prefix = next_block_of(request, position - 1, self._cache.block_tokens)

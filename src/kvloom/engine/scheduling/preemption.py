@@ -25,15 +25,20 @@ def choose_victim(
     picked: Many[Scheduled],
     excess: Callable[[Request], float],
 ) -> Request | None:
-    """Return the running request to preempt so that `request` gets pages for `count` tokens. Return None if there is no
-    candidate. Requests with work in this step are never candidates.
+    """Return the running request to preempt so that `request` gets pages for `count` tokens, or None if there is no
+    candidate.
 
-    A request of the same tenant is a candidate if it has a lower rank, or is a parked beam. A request of another tenant
-    is a candidate if its tenant is above its share, and if the request arrived later or is a parked beam. If the quota
-    of the tenant is exhausted, only its own requests are candidates.
+    | a running request      | is a candidate if                                                                          |
+    |------------------------|--------------------------------------------------------------------------------------------|
+    | with work in this step | never                                                                                      |
+    | of the same tenant     | it ranks after `request`, or is a parked beam                                              |
+    | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: it arrived later than `request`; it is a parked beam; `request`'s tenant is within its fair share, and its own tenant is not |
 
-    `excess(request)` returns how far a tenant is above its fair share of the pool. If the tenant of `request` is within
-    its share, ranks are ignored, and the tenant with the largest excess is preempted first."""
+    If `request` would exceed the quota of its tenant, only requests of the same tenant are candidates.
+    `excess(request)` returns the bytes that the tenant of a request uses above its fair share. If the tenant of
+    `request` is within its share, the candidate whose tenant has the largest excess is chosen. Otherwise, and among
+    equals, the last in rank is chosen.
+    """
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]

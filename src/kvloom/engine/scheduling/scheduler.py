@@ -1,13 +1,15 @@
-"""The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a
-token budget.
+"""The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a token
+budget.
 
     waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
     running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its
-share are preempted for a waiting tenant below its share. With a single tenant this has no effect. A step may be
-scheduled while the previous step is in flight. Its tokens then count as sampled, and finished requests are skipped.
-A preempted request is recomputed later, but most of its blocks stay cached. The scheduler does not use the model.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its share
+are preempted for a waiting tenant below its share. With a single tenant this has no effect.
+
+A step may be scheduled while the previous step is in flight. The scheduler then treats the tokens of the previous step
+as sampled, although their values are unknown. A preempted request is recomputed later, but most of its blocks stay
+cached. The scheduler does not use the model.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import chain
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
 from kvloom.engine.offload import Action, OffloadManager
@@ -78,7 +81,8 @@ class Scheduler:
         self.offload = offload
         """Loads pages from tiers. None if the engine has no tiers."""
         self.reachable_slabs = 0
-        """Number of slabs to which the pool can always grow. Until the pool has grown, requests that lack pages wait.
+        """Number of slabs to which the pool can certainly grow. A request that fits only into the grown pool waits for
+        the growth.
         """
         self.awaits_growth = False
         """Whether a request waited in the last step because it lacked pages and the pool can grow."""
@@ -193,8 +197,8 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
-        self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
-        self._add_drafts(picked, drafts or {})
+        decodes = self._shared_part(decodes) if self._shares else decodes
+        self._decode(decodes, picked, places, drafts or {})
         picked += settling
         self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
@@ -242,9 +246,11 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
-        budget. A request waits if another request computes or loads its next block (`next_blocks`), or will take a
-        checkpoint for it. No page is therefore computed or loaded twice.
+        """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
+        `below` are considered.
+
+        A request is deferred if another request computes or loads its next block (`next_blocks`), or will take a
+        checkpoint at which it can resume. No page is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -333,8 +339,11 @@ class Scheduler:
     # -- between tenants --------------------------------------------------------------------------
 
     def _share_out(self) -> None:
-        """Compute the share of each active tenant. If a tenant below its share has waiting requests that do not fit,
-        preempt requests of tenants above their share. With one active tenant there are no shares."""
+        """Compute the share of each active tenant. With one active tenant there are no shares.
+
+        If a tenant below its share has waiting requests that do not fit, preempt requests of tenants above their share,
+        at most MAX_PREEMPTED in a step.
+        """
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
@@ -357,8 +366,10 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a part
-        in proportion to its weight, and the requests that have waited longest come first."""
+        """Return the decoding requests of this step. If the step limit does not allow all of them, each tenant gets a
+        part of the limit in proportion to its weight. Within a tenant, the requests that have waited longest come
+        first.
+        """
         assert self.step_limit is not None
         most = self.step_limit.tokens
         if len(decodes) <= most:
@@ -376,8 +387,9 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the number of prompt tokens of a step with several tenants. It is smaller than usual, so that a
-        new tenant starts sooner. An image that must stay whole may need a larger step.
+        """Return the largest number of prompt tokens of a step that several tenants share. It is smaller than the usual
+        budget, so that a new tenant starts sooner. With images it is the usual budget, because an image that must not
+        be split may need a large step.
         """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -386,8 +398,12 @@ class Scheduler:
         return self.step_limit.tokens
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
-        """Preempt the last request of the tenant with the largest positive excess. Return whether a request was
-        preempted."""
+        """Preempt one request of the tenant that exceeds its share most, relative to its weight. Return whether a
+        request was preempted.
+
+        `excess` returns how far a tenant exceeds its share. Tenants in `spared` lose no request. The request that is
+        last in rank is preempted.
+        """
         tenants = [
             tenant
             for tenant in self._shares
@@ -416,12 +432,17 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request))
 
     def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
-        """Return the sort key by which requests get pages. Requests of tenants within their share come first."""
+        """Return the sort key of running requests when pages are short. Requests of tenants within their share get
+        pages first.
+        """
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
     def _within_share(self, request: Request) -> bool:
-        """Return whether a tenant would probably stay within its share of the pool with one more request. If so,
-        the growth of other tenants does not delay the request, because their requests can be preempted.
+        """Return whether the tenant of a request would probably stay within its share of the pool if the request also
+        ran.
+
+        Such a request is admitted without regard to the growth of other tenants, because their requests can be
+        preempted.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares or self.admission is None:
@@ -430,9 +451,11 @@ class Scheduler:
         return (tenant.running + 1) * each <= self._shares.get(tenant, 1.0) * self._pool_bytes
 
     def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
-        """Skip a tenant in this step, because no pages are free for its next request. Return whether other tenants
-        are left. If the step has work, also skip tenants above their share, so that they do not take pages that
-        become free.
+        """Exclude a tenant from admission in this step, by adding it to `passed`, because its next request lacks pages.
+        Return whether other tenants may still be admitted.
+
+        If the step has work already, all tenants that use their guaranteed share are excluded too. Otherwise they would
+        take the pages that become free.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
@@ -467,8 +490,9 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. If all tokens of a request on the host are launched,
-        count its next token as in flight."""
+        """Commit the tokens of a launched step that are on the host. If a request now has no uncomputed token, count
+        its next token as in flight.
+        """
         rows, tokens = [], []
         for request, part in work:
             count = part.new_tokens
@@ -493,7 +517,9 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Add the tokens of a step to their requests. Commit the tokens that the next step (`after`) has computed."""
+        """Append the sampled tokens of a step to their requests. Also commit the tokens that are input of the next step
+        (`after`).
+        """
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
                 request.inflight_tokens -= 1
@@ -502,17 +528,24 @@ class Scheduler:
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
-    def commit_draft(self, request: Request, token: int) -> None:
-        """Commit the last token of a request, which was a draft token, and add the token after it."""
-        assert request.sequence is not None
-        keep = request.sequence.state_length if self.cache.has_states else None
-        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+    def accept_draft(self, request: Request, token: int) -> None:
+        """Count the last token of a request as computed, because it was a draft token. Add the token after it.
+        `commit_drafts` commits all accepted draft tokens."""
         request.computed += 1
         request.tokens.append(token)
 
+    def commit_drafts(self, request: Request) -> None:
+        """Commit the accepted draft tokens of a request. States stay before the draft."""
+        sequence = request.sequence
+        if sequence is not None and (tokens := request.tokens[sequence.length : request.computed]):
+            sequence.commit(
+                np.array(tokens, np.int32), sequence.state_length if self.cache.has_states else None
+            )
+
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Their live
-        states are dropped, because these states may include tokens that were not committed."""
+        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Recurrent
+        states of running requests are dropped, because they may include tokens that were not committed.
+        """
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -522,7 +555,9 @@ class Scheduler:
             request.inflight_tokens = int(id(request) in (places or {}))
 
     def close_unsettled(self) -> None:
-        """Close the sequences of finished requests whose states end before their tokens."""
+        """Close the sequences that `_close` has kept open: their requests finished, but their recurrent states lack the
+        last tokens.
+        """
         for _, work in self._settling + self._unsettled:
             if work.sequence.open:
                 work.sequence.close()
@@ -599,8 +634,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work. Also record the position and reason of its
-        miss in pool and tiers.
+        """Record the cache hit of a request that starts to compute: the cached tokens, and where and why pool and tiers
+        had no more.
         """
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
@@ -619,11 +654,43 @@ class Scheduler:
         if self.offload is not None:
             self.offload.request_started(request)
 
-    def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Schedule one token of each decoding request, in one call if enough pages are free. These tokens do not
-        count against the budget, so that prompt chunks have the sizes for which kernels are prepared.
+    def _decode(
+        self,
+        requests: list[Request],
+        picked: list[Scheduled],
+        places: dict[int, int],
+        drafts: dict[int, list[int]],
+    ) -> None:
+        """Schedule one token of each decoding request and its draft, if it has one. Pages are reserved in one call if
+        enough are free. If not, drafts without pages are dropped. These tokens do not count against the budget, so
+        that prompt chunks have the sizes for which kernels are prepared.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
+        if drafts and requests and not places:
+            counts = [1 + len(drafts.get(id(request), ())) for request in requests]
+            if not self.cache.extend_many(rows, np.array(counts)):
+                picked += [
+                    (request, self._drafted_work(request, drafts.get(id(request), [])))
+                    for request in requests
+                ]
+                return
+        self._decode_each(requests, rows, picked, places)
+        if drafts or self.cache.has_states:
+            for place, (request, work) in enumerate(picked):
+                draft = drafts.get(id(request), [])
+                if draft and work.sequence.extend(1 + len(draft)):
+                    draft = []
+                if draft or work.sequence.length > work.sequence.state_length:
+                    picked[place] = request, self._drafted_work(request, draft)
+
+    def _decode_each(
+        self,
+        requests: list[Request],
+        rows: npt.NDArray[np.integer],
+        picked: list[Scheduled],
+        places: dict[int, int],
+    ) -> None:
+        """Schedule one token of each decoding request. `rows` are the rows of their sequences."""
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case
@@ -636,21 +703,14 @@ class Scheduler:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
 
-    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
-        """Add drafts to the decoding requests. Also add the tokens that their recurrent layers compute again."""
-        if not drafts and not self.cache.has_states:
-            return
-        for place, (request, work) in enumerate(picked):
-            sequence, draft = work.sequence, drafts.get(id(request), [])
-            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
-            if request.is_long or (draft and sequence.extend(1 + len(draft))):
-                draft = []
-            if draft or replayed:
-                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
-                picked[place] = (
-                    request,
-                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
-                )
+    def _drafted_work(self, request: Request, draft: list[int]) -> Work:
+        """Return the work of a decoding request with a draft. It begins with the tokens that recurrent layers compute
+        again."""
+        sequence = request.sequence
+        assert sequence is not None
+        replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+        tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+        return Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft))
 
     def _reserve(
         self,
@@ -661,10 +721,12 @@ class Scheduler:
         preempt: bool = True,
         until: int | None = None,
     ) -> int:
-        """Reserve pages for as many tokens as the budget allows. Return the number of tokens. Preempts requests of
-        lower rank if needed. If no pages become free, the request itself is preempted.
+        """Reserve pages for as many tokens of a request as the budget allows, and add them to the work `picked`. Return
+        the number of tokens.
 
-        `until` limits the tokens of a request while the end of its prompt is loading.
+        If pages are missing, old blocks of long requests become cold. If that is not enough, requests of lower rank are
+        preempted (unless `preempt` is False). As a last resort the request itself is preempted, and 0 is returned.
+        `until` is a position that limits the tokens while the end of the prompt is loading.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -752,17 +814,19 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """If parked beams use every row while requests wait, preempt a parked beam. Return whether a beam was
-        preempted."""
+        """If requests wait and beams are parked, preempt the parked beam that is last in rank. Return whether a beam
+        was preempted.
+        """
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
             self._preempt(max(parked, key=lambda request: request.rank))
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that does not fit into the pool even alone. Two other ways are tried first. If the request
-        may become long, it becomes long, because the pool may have shrunk. Otherwise it runs again without the cache,
-        because shared cached pages may prevent eviction."""
+        """Handle a request that lacks pages although no other request runs. First let it become long, if host memory
+        allows it. If it cannot, run it once more without the cache, because shared cached pages may prevent eviction.
+        If that also fails, finish it with the reason "no_room".
+        """
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
             request.may_be_long = request.is_long = True
@@ -773,7 +837,9 @@ class Scheduler:
         request.uncached = True
 
     def _preempt(self, request: Request, save: bool = True) -> None:
-        """Release the pages of a running request and let it wait again. `save` states that its pages are valid."""
+        """Release the pages of a running request and let it wait again. With `save`, the pages of a long request are
+        first copied to host memory. Without, its pages may be invalid.
+        """
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
@@ -796,8 +862,9 @@ class Scheduler:
         self._queue.tenant_queue(request).running -= 1
 
     def _close(self, request: Request, sequence: Sequence) -> None:
-        """Close a sequence. If its states end before its tokens, the next step first computes the missing tokens,
-        so that later prompts can resume at its end."""
+        """Close a sequence. If recurrent states lack the last tokens of a finished request, the next step first
+        computes them, so that later prompts can resume at its end.
+        """
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
             replayed = sequence.length - sequence.state_length
             if replayed:

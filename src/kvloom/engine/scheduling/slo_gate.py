@@ -62,9 +62,12 @@ class SloGate:
         growth: Admission | None,
         offload: OffloadManager | None,
     ) -> Verdict:
-        """Decide about a request with an objective. `limits` are the maximum prompt tokens and requests of a step.
-        A refused request gets a reason. A request is held if it is deferred, or while its lookup in tiers
-        continues."""
+        """Decide whether a request with an objective is admitted, deferred or refused. A refused request gets the
+        reason.
+
+        `limits` are the maximum prompt tokens and requests of a step. A deferred request is held here, and so is a
+        request whose lookup in tiers is not complete.
+        """
         slo, now = request.slo, self._cache.clock.now()
         assert slo is not None
         waited = max(0.0, now - slo.arrived)
@@ -102,7 +105,9 @@ class SloGate:
         return found
 
     def record_tokens(self) -> None:
-        """Record when first tokens and ends of requests occurred. O(open requests with an objective)."""
+        """Record the times at which requests got their first token, and at which they ended. O(open requests with an
+        objective).
+        """
         if not self._open:
             return
         now, left = self._cache.clock.now(), []
@@ -126,8 +131,9 @@ class SloGate:
     def _own_work(
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
-        """Return the number of tokens that a request must compute, which are its tokens without hits in pool and tiers.
-        Returns None while tiers look up the pages."""
+        """Return the work of a prompt: its tokens without hits in pool and tiers, and the seconds to load the hits from
+        tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
+        """
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
         tokens = max(1, size - match.resume)
@@ -182,9 +188,11 @@ class SloGate:
         )
 
     def _split_queue(self, request: Request) -> tuple[list[Request], list[Request]]:
-        """Return the waiting requests that are scheduled before a request, and the others. In the request's own tenant,
-        requests with a smaller rank come first. Other tenants take turns by weight: their requests come first up to a
-        number of tokens. This number is the tokens of the own tenant up to the request, times the ratio of the weights.
+        """Return the waiting requests that are probably scheduled before a request, and all others.
+
+        In the same tenant, requests with a smaller rank come before the request. Of another tenant, requests come
+        before it until their tokens exceed T * (weight of the other tenant / weight of this tenant). T is the number of
+        tokens that this tenant computes up to the request, including the request.
         """
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)
@@ -209,8 +217,9 @@ class SloGate:
     def _capacity(
         self, request: Request, decoding: Sequence[Decoding], prompts: Sequence[PromptWork]
     ) -> float:
-        """Return the number of tokens that fit in the pool: the tokens of running requests, and the tokens for
-        which pages are not in use."""
+        """Return how many tokens the pool can hold for running and new requests together. Infinite for a request that
+        may become long.
+        """
         cache, layout = self._cache, self._cache.layout
         in_use = sum(
             one.in_use_pages * (layout.slab_bytes // one.per_slab) for one in cache.inspect.size_classes

@@ -103,8 +103,9 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. If its tenant had no waiting requests, the tenant starts at the service level of the other
-        tenants, so that a tenant gains no advantage from idle time."""
+        """Queue a request. A tenant that had no waiting requests starts at the service level of the active tenants. It
+        therefore gains no advantage from idle time.
+        """
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:
             others = [other.service for other in self.active() if other is not tenant]
@@ -121,10 +122,11 @@ class WaitingQueue:
     def pop(
         self, passed: Container[TenantQueue] = (), below: tuple[float, float] = (inf, inf)
     ) -> Request | None:
-        """Return the next request among tenants that are not in `passed` and whose turn is before `below`.
+        """Remove the next request from the queue and return it. Considers only tenants that are not in `passed` and
+        whose `turn` is before `below`.
 
-        Returns None if there is no such request, or if the last token of each tenant's next request has not
-        arrived.
+        Returns None if these tenants have no request that can start. A request whose last sampled token has not arrived
+        on the host cannot start.
         """
         tenants = [tenant for tenant in self._active if tenant not in passed and tenant.turn < below]
         ready = [tenant for tenant in tenants if tenant.head() is not None]
@@ -144,8 +146,9 @@ class WaitingQueue:
         self._loading_blocks.add(next_block)
 
     def wait_behind(self, request: Request, next_block: NextBlock) -> bool:
-        """If another request loads `next_block`, let this request wait for it. Return whether there is such a
-        request."""
+        """If another request loads `next_block`, make this request wait until the block is loaded. Return whether
+        another request loads it.
+        """
         if next_block not in self._loading_blocks:
             return False
         self._behind.setdefault(next_block, []).append(request)
@@ -193,8 +196,12 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return the length, in whole blocks, at which `other` could resume after `one` has computed its tokens from
-    `start` on. Returns 0 if `other` cannot use these tokens."""
+    """Return the length of the prefix that `other` shares with `one`, in tokens of whole blocks. `other` could resume
+    there after `one` has computed it. `one` has computed its tokens before `start`.
+
+    Returns 0 if the two requests differ in the block at `start`, or if `other` cannot use cached pages of `one`.
+    Also returns 0 if `other` begins with all tokens of `one`.
+    """
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
         return 0  # the usual case

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .head import HeadProposer, load_head
     from .lookup import NGramProposer, SuffixProposer
     from .proposer import DraftedRequest, DraftRunner, Proposer
-    from .speculation import Speculation, SpeculationStats
+    from .speculation import Speculation, SpeculationStats, longest_draft
     from .token_index import TokenIndex
     from .verifier import NO_DRAFT, Draft, DraftPosition, accepted_places, draft_positions
 
@@ -52,6 +52,7 @@ __all__ = [
     "draft_positions",
     "load_draft",
     "load_head",
+    "longest_draft",
 ]
 
 _MODULES = {
@@ -60,7 +61,7 @@ _MODULES = {
     "head": ("HeadProposer", "load_head"),
     "lookup": ("NGramProposer", "SuffixProposer"),
     "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
-    "speculation": ("Speculation", "SpeculationStats"),
+    "speculation": ("Speculation", "SpeculationStats", "longest_draft"),
     "token_index": ("TokenIndex",),
     "verifier": ("NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"),
 }

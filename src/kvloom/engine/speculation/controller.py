@@ -1,12 +1,13 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
     cost        the measured seconds of decode steps of each size, and of a proposer per draft token
-    acceptance  the chance a that one more draft token is accepted: a moving average for each request and proposer
+    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
 A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token, and
-the controller turns speculation off. Acceptance may change, so the controller tries again every PROBE_STEPS steps.
+the controller turns speculation off. It decides again after PROBE_STEPS steps, and earlier if the number of requests
+or their acceptance has changed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 __all__ = ["Acceptance", "Controller", "StepCosts"]
 
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""After this many steps without drafts, one step tries drafts. After this many steps with drafts, one step runs
-without drafts.
+"""After this many steps without drafts, one step tries drafts again. After this many steps with drafts, one step runs
+without drafts, so that its time is measured.
+"""
+REVIEW_STEPS, RISE = 8, 0.1
+"""While a proposer is off, the mean acceptance is compared every REVIEW_STEPS steps. If it is higher by RISE, the
+controller decides again.
 """
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
@@ -34,20 +40,23 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 
 class Acceptance:
-    """Moving averages of acceptance, for each proposer. They are the first estimates of a new request."""
+    """Estimates of acceptance: the probability that one more draft token is accepted. Each request has an estimate for
+    each proposer. A new request starts with the average of the proposer. Estimates are moving averages.
+    """
 
     def __init__(self) -> None:
         self._overall: dict[str, float] = {}
 
     def of(self, known: dict[str, float], proposer: str) -> float:
-        """Return the probability that one more draft token is accepted. `known` contains the estimates of a request, by
-        proposer."""
+        """Return the estimate for a request. `known` contains the request's own estimates, by proposer."""
         return known.get(proposer, self._overall.get(proposer, PRIOR))
 
     def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
-        """Update the estimates of the request and of the proposer with a verified draft.
+        """Update the estimates of the request (`known`) and of the proposer: `accepted` of `drafted` tokens were
+        accepted.
 
-        Draft tokens after the first rejected token do not count."""
+        Draft tokens after the first rejected token do not count.
+        """
         tried = min(drafted, accepted + 1)
         share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
         for estimates in (known, self._overall):
@@ -94,6 +103,15 @@ class StepCosts:
         return below + (above - below) * (tokens - low) / (high - low)
 
 
+@dataclass(slots=True)
+class _TurnedOff:
+    """A proposer that is off: the steps since then, and the number and mean acceptance of the requests at that time."""
+
+    requests: int
+    acceptance: float
+    steps: int = 0
+
+
 class Controller:
     """Decides the draft lengths of a step, for each proposer."""
 
@@ -102,30 +120,46 @@ class Controller:
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
         self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
-        self._off: dict[str, int] = {}  # steps since a proposer was turned off or tried again
+        self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
 
     @property
     def wants_drafts(self) -> bool:
         """Whether the next step may have drafts. If so, the engine waits for the tokens of the previous step."""
         return not self.reasons or any(
-            self._off.get(name, PROBE_STEPS) >= PROBE_STEPS for name in self.reasons
+            name not in self._off or self._off[name].steps >= PROBE_STEPS for name in self.reasons
         )
 
-    def step_begins(self) -> None:
-        """Count a step. Every PROBE_STEPS steps the controller tries drafts again."""
+    def step_begins(self, estimates: Sequence[dict[str, float]]) -> None:
+        """Count a step. Decide again about a proposer that is off, if the number of requests has doubled or halved,
+        or if their mean acceptance is higher by RISE. `estimates` are the estimates of each request, by proposer."""
         self._since_plain += 1
-        for name in self._off:
-            self._off[name] += 1
+        for name, off in list(self._off.items()):
+            off.steps += 1
+            count = len(estimates)
+            changed = count > 2 * off.requests or 2 * count < off.requests
+            if not changed and off.steps % REVIEW_STEPS == 0 and count:
+                mean = sum(self.acceptance.of(known, name) for known in estimates) / count
+                changed = mean > off.acceptance + RISE
+            if changed:
+                del self._off[name]
 
     def lengths(
-        self, proposer: str, chances: Sequence[float], most: Sequence[int], rows: int, others: int
+        self,
+        proposer: str,
+        chances: Sequence[float],
+        most: Sequence[int],
+        rows: int,
+        others: int,
+        replays: bool = False,
     ) -> list[int]:
-        """Return the draft length of each request in tokens.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
+        the step should run without drafts.
 
-        `chances` are the acceptances of the requests, and `most` their longest possible drafts. `rows` is the
-        number of draft tokens that the step can still have. `others` is the number of tokens of other requests in
-        the step."""
+        `chances` are the acceptances of the requests, and `most` their longest possible drafts. All drafts together
+        have at most `rows` tokens. `others` is the number of tokens of other requests in the step. `replays` states
+        that recurrent layers compute accepted tokens again in the next step.
+        """
         count, plain = len(chances), len(chances) + others
         none = [0] * count
         if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
@@ -133,7 +167,7 @@ class Controller:
             self.reasons.setdefault(proposer, "nothing is measured yet")
             return none
         probes = proposer in self._off
-        if probes and self._off[proposer] < PROBE_STEPS:
+        if probes and self._off[proposer].steps < PROBE_STEPS:
             return none
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
@@ -143,9 +177,9 @@ class Controller:
                 break
             drafts = [_worth(chance, min(length, n)) for chance, n in zip(chances, most, strict=True)]
             drafts = self.share(drafts, rows)
-            seconds = self.costs.seconds(plain + sum(drafts))
-            seconds += self._proposing.get(proposer, 0.0) * max(drafts, default=0)
             gained = sum(_expected(chance, n) for chance, n in zip(chances, drafts, strict=True))
+            seconds = self.costs.seconds(plain + sum(drafts) + (round(gained) if replays else 0))
+            seconds += self._proposing.get(proposer, 0.0) * max(drafts, default=0)
             if seconds and (plain + gained) / seconds > best_rate:
                 best, best_rate = drafts, (plain + gained) / seconds
         mean = sum(chances) / max(1, count)
@@ -156,7 +190,7 @@ class Controller:
                 f"expects {best_rate / rate:.2f} times the tokens per second"
             )
             return best
-        self._off[proposer] = 0
+        self._off[proposer] = _TurnedOff(count, mean)
         self.reasons[proposer] = (
             f"off: {plain} requests, acceptance {mean:.2f}; drafts would give "
             f"{best_rate / rate:.2f} times the tokens per second"
@@ -178,7 +212,9 @@ class Controller:
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:
-        """Shorten the longest drafts until all drafts together have at most `rows` tokens."""
+        """Shorten the longest drafts, in place, until all drafts together have at most `rows` tokens. Return the
+        lengths.
+        """
         while sum(drafts) > rows:
             longest = max(drafts)
             excess = sum(drafts) - rows
@@ -196,6 +232,6 @@ def _worth(chance: float, length: int) -> int:
 
 
 def _expected(chance: float, length: int) -> float:
-    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length."""
+    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length, where a is `chance`."""
     chance = min(max(chance, 0.0), MOST)
     return chance * (1 - chance**length) / (1 - chance)

@@ -63,9 +63,11 @@ class DraftModelProposer:
         sampled: torch.Tensor,
         complete: bool,
     ) -> None:
-        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
-        the last token of a draft, and output tokens without drafts, are computed later, before the next draft.
-        `sampled` are the target's tokens of the previous step, on the device."""
+        """`sampled` are the target's tokens of the previous step, on the device.
+
+        If `complete`, the draft model computes every output token at once, because tiers store its pages. Otherwise it
+        computes the last token of a draft, and output tokens without drafts, only before the next draft.
+        """
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
         self._runs_after_draft = int(complete)  # compute the last token of a draft
@@ -111,8 +113,11 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Compute the prompt tokens of a launched step. If the proposer is `complete`, also compute the step's
-        output tokens and the drafts of other proposers. Otherwise record that these tokens are missing."""
+        """Compute the prompt tokens of a launched step with the draft model.
+
+        If the proposer is `complete`, also compute the step's output tokens, and drafts that other proposers made.
+        Otherwise record that the draft model lacks these tokens. `own` are the requests with drafts of this proposer.
+        """
         self._compute([(request, part) for request, part in work if id(request) not in own])
 
     def _compute(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
@@ -136,7 +141,9 @@ class DraftModelProposer:
         request.draft_missing = start if missing is None else min(start, missing)
 
     def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
-        """Compute the tokens that the draft model lacks, if the first run of a draft cannot compute so many tokens."""
+        """If requests lack more tokens than one run of the draft model can compute, compute these tokens now. Otherwise
+        the first run of the next draft computes them.
+        """
         lacking = [request for request in requests if request.draft_missing is not None]
         if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:
             return
@@ -156,8 +163,10 @@ class DraftModelProposer:
             self._lacks(request, request.computed - 1)
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
-        """Return the input of a request in run `step` of a draft. Run 0 computes the tokens that the draft model
-        lacks and the request's last token. A later run computes the token of the run before."""
+        """Return the input of a request for run `step` of a draft. Run 0 computes the tokens that the draft model
+        lacks, and the request's last token. Each later run computes the token that the previous run has sampled, at
+        index `place`.
+        """
         sequence = request.sequence
         assert sequence is not None
         if step:
@@ -170,7 +179,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request as the sampler of a draft model sees it. The grammar of the request is left out."""
+    """A request as the draft model's sampler sees it: without the grammar of the request."""
 
     __slots__ = ()
 
@@ -180,7 +189,7 @@ class _SampledRow(DraftPosition):
 
 
 def _is_plain(request: DraftedRequest) -> bool:
-    """Return whether sampling returns the token with the highest logit."""
+    """Return whether sampling for a request simply selects the token with the largest logit."""
     params = request.params
     return params.greedy and not (
         params.has_penalties or params.logit_bias or params.allowed_token_ids or params.bad_token_ids

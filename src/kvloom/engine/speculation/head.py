@@ -1,13 +1,12 @@
 """The head proposer: drafts from the target's hidden states (`kvloom.models.heads`).
 
-A head proposes like a draft model, token by token, and its layer is a group of the target's pool. Two things
-differ:
+A head proposes like a draft model, token by token, and its layer is a group of the target's pool. Two things differ:
 
     input           the head also reads the hidden state of the token before, which the target's step has written
     own drafts      after its first draft token, a head continues from its own hidden states. The target replaces them
                     when it verifies the draft, and the head computes the accepted tokens again.
 
-The pages of a head therefore depend only on the tokens, so drafts after a hit are as good as after a miss.
+The pages of a head therefore depend only on the tokens. Drafts after a cache hit are as good as after a miss.
 """
 
 from __future__ import annotations
@@ -51,11 +50,12 @@ class HeadProposer(DraftModelProposer):
         self._runs_after_draft = 0
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Process a step like `DraftModelProposer`. If the proposer is `complete`, also compute its own drafts
-        again, from the target's hidden states."""
+        """Compute the tokens of a launched step, like `DraftModelProposer`. If the proposer is `complete`, tokens of
+        its own drafts are also computed again, because the target has replaced the hidden states.
+        """
         self._compute([(request, part) for request, part in work if self._complete or id(request) not in own])
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If the draft was made by this proposer (`own`), record that its accepted tokens must be computed again."""
+        """If this proposer made the draft (`own`), record that the head must compute the accepted tokens again."""
         if own and accepted and not self._complete:
             self._lacks(request, request.computed - accepted)

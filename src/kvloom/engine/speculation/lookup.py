@@ -18,10 +18,9 @@ from .token_index import LONGEST_MATCH, TokenIndex
 __all__ = ["NGramProposer", "SuffixProposer"]
 
 MOST_PAST_TOKENS = 1 << 18
-"""Largest number of tokens of past answers in one generation of the index of a tenant and adapter. An index has two
-generations."""
+"""Past answers of a tenant and adapter are indexed in two generations. Each generation has at most this many tokens."""
 SEPARATOR = (1 << 21) - 1
-"""Id between two past answers in an index. No token has this id, so a match never spans two answers."""
+"""Separates two past answers in an index. No token has this id, so a match never spans two answers."""
 
 
 class NGramProposer:

@@ -64,8 +64,9 @@ class Proposer(Protocol):
         ...
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Process a step that the target has launched and the cache has not committed. `own` are the requests (by
-        `id`) with drafts of this proposer."""
+        """Process a step that the target has launched, before the cache commits its tokens. `own` contains the `id` of
+        each request whose draft this proposer made.
+        """
         ...
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:

@@ -17,12 +17,21 @@ from .controller import Controller
 from .proposer import DraftedRequest, Proposer
 from .verifier import Draft
 
-__all__ = ["Speculation", "SpeculationStats"]
+__all__ = ["Speculation", "SpeculationStats", "longest_draft"]
 
 DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
-"""Default limit of the tokens in a draft, by proposer."""
+"""Default of the largest number of tokens in a draft, by proposer."""
+OTHER_DRAFT_TOKENS = 8
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
+
+
+def longest_draft(proposers: Iterable[str], draft_tokens: int | None) -> int:
+    """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL"."""
+    kinds = [name.partition("=")[0] for name in proposers]
+    if draft_tokens is not None:
+        return draft_tokens if kinds else 0
+    return max((DRAFT_TOKENS.get(kind, OTHER_DRAFT_TOKENS) for kind in kinds), default=0)
 
 
 @dataclass(slots=True)
@@ -79,7 +88,7 @@ class Speculation:
         """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
         and all drafts fit into the rows of the step."""
         if self.controller is not None:
-            self.controller.step_begins()
+            self.controller.step_begins([request.acceptance for request in running])
             if not self.controller.wants_drafts:
                 return {}
         left, drafts = self.rows - len(running), {}
@@ -104,13 +113,17 @@ class Speculation:
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
     ) -> list[tuple[DraftedRequest, list[int]]]:
         """Return the drafts of one proposer. The controller chooses their lengths."""
-        longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, 8)
+        longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:
             lengths = Controller.share(most, left)
         else:
             chances = [controller.acceptance.of(request.acceptance, proposer.name) for request, _ in waiting]
-            lengths = controller.lengths(proposer.name, chances, most, left, others)
+            replays = any(
+                request.sequence is not None and request.sequence.cache.has_states
+                for request, _ in waiting[:1]
+            )
+            lengths = controller.lengths(proposer.name, chances, most, left, others, replays)
         asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
         if not asked:
             return []
@@ -141,8 +154,9 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return a draft that stops at the first token that ends the output. With a grammar, request the masks of
-        the draft's positions."""
+        """Return a draft that is cut after the first token that ends the output. With a grammar, it is cut before this
+        token, and the masks at its positions are requested.
+        """
         params, structure = request.params, request.structure
         ends = self.ends | set(params.stop_token_ids)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -176,8 +190,9 @@ class Speculation:
             proposer.step_computed(work, own)
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
-        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time of the
-        proposers."""
+        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time in which
+        drafts were proposed.
+        """
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
             return

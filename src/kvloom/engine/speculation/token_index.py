@@ -1,9 +1,9 @@
 """Finds the longest earlier match of the last tokens in a growing list of tokens.
 
 A dictionary contains the latest position of each n-gram of three tokens. A list links each position to the previous
-position of the same n-gram. The search follows the links for the last CANDIDATES positions, compares tokens
-backwards from each, and returns the longest match. A suffix tree would also find longer matches in older positions,
-but costs more.
+position of the same n-gram. The search follows these links through at most CANDIDATES positions, compares tokens
+backwards from each, and returns the longest match. A suffix tree would also find longer matches at older positions, but
+costs more.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length, or
-        (0, 0) without a match. `own` states that `tail` is the end of the index, so this occurrence is not a match."""
+        """Find the longest occurrence of the end of `tail` in the index. Return the position after it and its length in
+        tokens, or (0, 0) if there is none.
+
+        `own` means that `tail` is the end of the indexed tokens themselves. That occurrence does not count.
+        """
         if len(tail) < MIN_MATCH:
             return 0, 0
         key = (tail[-3] * BASE + tail[-2]) * BASE + tail[-1]

@@ -36,7 +36,8 @@ NO_DRAFT = Draft([])
 
 class DraftPosition:
     """Stands for a request in the sampler, as if the first `count` tokens of its draft were already accepted. The
-    sampler chooses the token after them."""
+    sampler then chooses the token that follows them.
+    """
 
     __slots__ = (
         "params",

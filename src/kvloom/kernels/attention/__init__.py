@@ -12,10 +12,12 @@
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the Triton kernels                                                         |
 
-To add a layer kind (`core.Visibility`), add a number to `mask.SPAN_NUMBERS` and a branch to
-`triton_mask.first_visible`. The oracle and the host's work lists need no change, because they call
-`Visibility.first_visible_each`. `QueryRows.count_pairs` estimates the number of query-key pairs. `prefill_libraries`
-refuses kinds that it does not list.
+In this folder, the span of a layer is its visibility rule (`core.Visibility`): full, sliding or chunked. Packed rows
+are the queries of all sequences in one tensor, one sequence after the other.
+
+To add a layer kind, add a number to `mask.SPAN_NUMBERS` and a branch to `triton_mask.first_visible`. The oracle and
+the work lists of the host need no change, because they call `Visibility.first_visible_each`. `QueryRows.count_pairs`
+only estimates the number of query-key pairs for a new kind. `prefill_libraries` refuses kinds that it does not list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans use Triton kernels for CUDA
+"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans run Triton kernels on CUDA
 tensors.
 
 | plan                        | rows                        | a result depends on                                          |
@@ -6,8 +6,8 @@ tensors.
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | its query and visible tokens, summed by `piece` tokens       |
 
-Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device. This
-module does not depend on models.
+Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device.
+This module does not depend on models.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
 """Largest number of programs per multiprocessor and KV head. Each program processes several pieces, one after
-another.
-"""
+another."""
 
 
 class _BatchInvariantPlan:
-    """The common part of both plans: shape, span and checks. `piece` is the number of tokens that are summed
-    separately."""
+    """The common part of both plans: shape, span and checks. The tokens of a sequence are summed in pieces of `piece`
+    tokens. The sums of the pieces are then added in order."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class _BatchInvariantPlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.trees is not None:
-            raise ValueError("draft trees have no batch-invariant attention")
+            raise ValueError("batch-invariant attention does not support draft trees: use another plan")
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
         check_outputs(self.shape, q, out, lse)
         if out is None:
@@ -174,7 +173,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         self._lanes = max(1, min(most, LANES * _processors(self.device) // shape.kv_heads))
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set the lengths of the step, int32 on the device. Every row has one query."""
+        """Set the number of tokens of each row, int32 on the device. Every row has one query, so `starts` is not
+        used."""
         if len(lengths) > self.rows:
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths
@@ -203,7 +203,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         if not rows or len(q) != rows:
             raise ValueError(f"{len(q)} queries, but make(starts, lengths) saw {rows} rows of one each")
         if mask.spans is not None:
-            raise ValueError("image spans belong to prefill; decode rows have none")
+            raise ValueError("image ids (spans) belong to prefill: use a prefill plan")
         scales, out, lse = self._check(q, k, v, tables, mask, k_scale, v_scale, out, lse)
         shape, constants = self.shape, self._constants(q, v, mask, scales)
         blocks = triton.cdiv(shape.group, self.tile.rows)
@@ -224,8 +224,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
-    token are 0."""
+    """Return the strides of the scales per page, per token and per head. If there is only one scale per head, the
+    first two strides are 0."""
     if scale is None:
         return 0, 0, 0
     return (

@@ -25,21 +25,20 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Smallest number of tokens that sharing a run must save. If sharing saves fewer tokens, merging the results costs more
-than it saves."""
+"""Smallest number of tokens that sharing a run must save. Below this number, merging the results costs more than
+sharing saves."""
 MIN_RUN_TOKENS = 128
-"""Smallest number of tokens in a run with its own level. A shorter run is read separately by each group of the next
-level."""
+"""Smallest number of tokens in a shared run. A shorter run is not shared by itself. Its tokens become the start of the
+longer runs after it."""
 MIN_WINDOW_TOKENS = 512
-"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared tokens.
-"""
+"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """A token range [lo, hi) that all `members` (rows of the batch) have in the same pages. `level` is the number
-    of shared runs before this run.
-    """
+    """A token range [lo, hi) that all `members` have in the same pages. Members are rows of the batch. `level` is the
+    number of shared runs that the members have before this run."""
 
     lo: int
     hi: int
@@ -58,8 +57,8 @@ def find_shared_runs(
     """Return the shared runs among the rows of `tables` ([sequences, blocks]). Runs that are too short to be worth
     sharing are left out.
 
-    `written` is the number of tokens of each row that are in pages, without the queries of this step. The search
-    compares one page id per member and level.
+    `written` is the number of tokens of each row that are in pages, without the queries of this step. `depth` is the
+    largest number of levels.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens
@@ -93,8 +92,8 @@ def visible_shared_runs(
 ) -> list[SharedRun]:
     """Return the `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
 
-    `first` is the first visible token of each row. A member whose page ids differ is removed from this run and from
-    all deeper runs. It then reads these tokens alone.
+    `first` is the first visible token of each row. If the visible page ids of any member differ, the run is left out.
+    All deeper runs of its members are left out, too. The members then read these tokens alone.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()
@@ -126,7 +125,8 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """Return the first block at or after `column` in which the members' page ids differ or are missing."""
+    """Return the first block from `column` to `end` in which the members' page ids differ or are missing. Return `end`
+    if there is none."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
@@ -159,11 +159,11 @@ class SharedRuns:
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Queue a copy of the runs to the device on the current stream. Return the runs that fit into the buffers.
-        Does not wait.
+        """Queue a copy of the runs to the device on the current stream, without waiting. Return the runs that fit into
+        the buffers.
 
-        If a run does not fit, its deeper runs are skipped too. Each sequence reads the tokens of skipped runs
-        alone.
+        If a run does not fit, the deeper runs of its members are skipped, too. Each sequence reads the tokens of
+        skipped runs alone.
         """
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)

@@ -24,11 +24,11 @@ from .prefill_backends import GATHERED_DIMS, HALF_DTYPES
 __all__ = ["KVPages", "add_cold_attention"]
 
 PIECE_BYTES = 32 << 20
-"""Bytes of one piece: its gathered keys and values, and its scores if they are stored."""
+"""Largest number of bytes of one piece: its gathered keys and values, and the scores of all queries over them."""
 
 
 class KVPages(NamedTuple):
-    """The pages of one layer in host memory, with the same shapes as pages of the pool in `reference.attend`.
+    """The pages of one layer in host memory. They have the same shapes as the pages of the pool in `reference.attend`.
     Scales may be on the device."""
 
     k: torch.Tensor
@@ -46,10 +46,11 @@ def add_cold_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Attend one sequence's queries q [queries, heads, dim] to its cold pages `ids` (on the host), and merge the
-    result into `out`.
+    """Attend one sequence's queries q [queries, heads, dim] to its cold pages, and merge the result into `out`. `ids`
+    are the page ids, on the host.
 
-    Changes `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] in place."""
+    Changes `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] in place.
+    """
     kind = accumulator_dtype(q)
     total, log = out.to(kind), lse.to(kind)
     for piece in torch.split(ids, _piece_pages(q, pages)):
@@ -61,7 +62,7 @@ def add_cold_attention(
 
 
 def _piece_pages(q: torch.Tensor, pages: KVPages) -> int:
-    """Return the number of pages of one piece."""
+    """Return how many pages form one piece of at most PIECE_BYTES."""
     _, block, kv_heads, dim = pages.k.shape
     size = accumulator_dtype(q).itemsize
     token_bytes = size * kv_heads * (dim + pages.v.shape[3]) + size * q.shape[0] * q.shape[1]
@@ -71,7 +72,7 @@ def _piece_pages(q: torch.Tensor, pages: KVPages) -> int:
 def _attend_piece(
     q: torch.Tensor, pages: KVPages, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and log-sum-exps of all queries over all tokens of some pages."""
+    """Return outputs and log-sum-exps of all queries over all tokens of the pages `ids`."""
     dense = (
         q.is_cuda
         and softcap is None
@@ -106,7 +107,7 @@ def _tokens(
     device: torch.device,
     kind: torch.dtype,
 ) -> torch.Tensor:
-    """Return the tokens of some pages, multiplied by their scales, on a device: [tokens, kv heads, dim]."""
+    """Return the tokens of the pages `ids` on `device`, multiplied by their scales: [tokens, kv heads, dim]."""
     found = _gather(pages, ids).to(device).to(kind).flatten(0, 1)
     if scales is None:
         return found

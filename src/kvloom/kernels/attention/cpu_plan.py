@@ -1,4 +1,4 @@
-"""Attention plans on a CPU. One plan runs the oracle, and another adds faster paths for plain float32 attention.
+"""Attention plans on a CPU. `ReferencePlan` runs the oracle. `CpuPlan` adds faster paths for plain float32 attention.
 
 If no faster path supports a call, the oracle computes it. This module does not depend on the cache.
 """
@@ -67,7 +67,7 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""If a row needs at most this many multiplications, native code computes it query by query. A larger row is one torch
+"""Rows that need at most this many multiplications run in native code, query by query. A larger row runs as one torch
 call."""
 
 
@@ -166,7 +166,8 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Compute full attention. Prompts run row by row in torch, and rows with few queries run in native code."""
+        """Compute full attention of a step with prompts. Prompts run row by row in torch. Rows with few queries run in
+        native code."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -181,8 +182,9 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors for gathered attention: the visible pages of each row, padded to one length; the mask
-        that is added to the scores; and the tokens that no row sees."""
+        """Return three tensors for gathered attention. The first has the visible pages of all rows, padded to equal
+        numbers per row. The second is the mask that is added to the scores. The third has the gathered token positions
+        that their row does not see."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block
@@ -203,8 +205,8 @@ def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries are the
     last tokens.
 
-    Torch's CPU kernel assumes that the first query is the first token. A second call therefore covers the context
-    before the queries.
+    Torch's CPU kernel assumes that the first query is the first token. The context before the queries therefore needs
+    a second call, and the results are merged.
     """
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads

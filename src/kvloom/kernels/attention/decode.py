@@ -4,8 +4,8 @@
     plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-A CUDA graph can capture both calls, because the buffers are fixed and no grid depends on lengths.
-`cascade.SharedRuns` describes shared pages. This module does not depend on the cache.
+A CUDA graph can capture both calls, because the buffers are fixed and no grid depends on lengths. `cascade.SharedRuns`
+describes pages that several sequences share. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Largest number of queries of one sequence in one step, for example of a draft tree. A longer row is prefill."""
+"""Largest number of queries of one sequence in one decode step, for example of a draft tree. Longer rows need
+prefill."""
 
 
 class DecodePlan:
     """Attention of up to `sequences` rows with up to `queries` query tokens each, under one span.
 
-    With `sharing`, pages that several sequences share are read only once. `make` copies the current shared
-    runs to the device. `tile` and `shared_tile` override the chosen tile sizes.
+    With `sharing`, pages that several sequences share are read only once. `make` plans the current shared runs. `tile`
+    and `shared_tile` override the chosen tile sizes.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Plan a step from `starts` ([rows + 1]) and `lengths` ([rows]), both int32 on the device."""
+        """Plan a step. `starts` ([rows + 1]) contains the first query of each row in q, and `lengths` ([rows]) the
+        tokens of each row with its queries. Both are int32 on the device. Does not wait for the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -148,7 +150,7 @@ class DecodePlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.spans is not None:
-            raise ValueError("image spans belong to prefill; decode rows have none")
+            raise ValueError("image ids (spans) belong to prefill: use a prefill plan")
         if self._starts is None:
             raise ValueError("no step is planned: call make(starts, lengths) before attend")
         if q.shape[0] > self.sequences * self.queries:
@@ -160,7 +162,7 @@ class DecodePlan:
         if mask.trees is not None and (self.queries == 1 or mask.trees.shape[1] < self.queries):
             raise ValueError(
                 f"trees {tuple(mask.trees.shape)} for a plan of {self.queries} queries a row: a plan for drafts has "
-                "more than one, and trees as many columns"
+                "more than one query per row, and trees need as many columns"
             )
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
         check_outputs(self.shape, q, out, lse)

@@ -4,7 +4,7 @@
     out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
 
 MLA prefill needs both functions. New tokens are expanded to full heads (dims 192 and 128), while cached tokens are
-latents in pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. This
+latents in pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or in a Triton kernel. This
 module does not depend on pages.
 """
 
@@ -42,12 +42,12 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], and its
+    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], and its natural
     log-sum-exp.
 
     `starts` ([sequences + 1], on the host) contains the first query of each sequence in q. `k_starts` contains the
-    same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence sees all its
-    keys. `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
+    same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence sees all its keys.
+    `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
     """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)
@@ -127,11 +127,11 @@ def merge_outputs(
 def cudnn_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run torch's cuDNN attention over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads
-    than query heads.
+    """Run torch's cuDNN attention over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads than
+    query heads.
 
-    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, the first
-    query sees only the first key.
+    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, query i sees
+    the keys 0 to i.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -234,7 +234,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: Ints, k_fir
         or (np.diff(first) < 0).any()
         or (np.diff(k_first) < 0).any()
     ):
-        raise ValueError(f"{len(first)} and {len(k_first)} starts are not two rising rows of one size")
+        raise ValueError(
+            f"{len(first)} starts and {len(k_first)} k_starts: give equally many, in rising order"
+        )
     if first[-1] != q.shape[0] or k_first[-1] != k.shape[0]:
         raise ValueError(
             f"starts end at {first[-1]} and {k_first[-1]}, but there are {q.shape[0]} queries and {k.shape[0]} keys"

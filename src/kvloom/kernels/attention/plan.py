@@ -32,8 +32,7 @@ class Plan(Protocol):
 
     def make(self, starts: Any, lengths: Any) -> None:
         """Set the rows of the step. `starts` ([rows + 1]) contains the first query of each row in q. `lengths`
-        includes the queries.
-        """
+        ([rows]) is the number of tokens of each row, with its queries."""
 
     def attend(
         self,
@@ -66,10 +65,11 @@ def decode_plan(
     device: torch.device | str = "cuda",
     sharing: SharedRuns | None = None,
 ) -> Plan:
-    """Return a plan for up to `sequences` rows of up to `queries` query tokens.
+    """Return a plan for up to `sequences` rows of up to `queries` query tokens. `span` is the visibility of the
+    layers.
 
-    On a GPU, `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`, which does
-    not change results.
+    On a GPU, `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`, which does not
+    change results.
     """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)

@@ -5,8 +5,9 @@
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
 A step may mix rows with any number of queries, including 1 and 0. `prefill_backends.choose_backend` selects the
-kernels. If a step begins with many rows of one query, the decode kernels compute those rows. A CUDA graph can capture
-a call of `attend` after an equal call has run. This module does not depend on the cache.
+kernels. If a step begins with many rows of one query, the decode kernels compute those rows. The first call of
+`attend` prepares the step. Later calls with equal arguments can be captured in a CUDA graph. This module does not
+depend on the cache.
 """
 
 from __future__ import annotations
@@ -58,16 +59,15 @@ MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
 
 
 MIN_DECODE_ROWS = 16
-"""Smallest number of leading one-query rows that run on the decode kernels. The decoding rows of a mixed step come
-first.
-"""
+"""Smallest number of one-query rows at the start of a step that run on the decode kernels. In a mixed step the
+decoding rows come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of query rows, all of the
-    size `tile`. If the tokens of a block are split over several programs, the buffers get the partial results.
-    """
+    size `tile`. A block whose tokens are split over several programs has partial results. `parts` and `part_lse` are
+    buffers for them, and `joins` lists how to merge them."""
 
     tile: BlockTile
     blocks: torch.Tensor
@@ -80,8 +80,8 @@ class PrefillPlan:
     """Attention of packed rows under one span.
 
     `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) override the automatic choice.
-    `libraries` are attention libraries that are timed against our kernels, and the fastest one computes the step.
-    The default is all installed libraries, or none if a backend or tile is given.
+    `libraries` are attention libraries that compete with our kernels. They are timed, and the fastest candidate
+    computes the step. The default is all installed libraries, or none if a backend or tile is given.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class PrefillPlan:
         """Set the rows of the step from host arrays. `starts` ([rows + 1]) contains the first query of each row.
         `lengths` includes the queries.
 
-        `spans` are the image ids of the queries, if there are images. If they are missing, `attend` waits for a
-        copy from the device.
+        `spans` are the image ids of the queries, if there are images. Without them, `attend` must copy the ids from
+        the device and wait.
         """
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
@@ -161,11 +161,11 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse` if
-        they are given.
+        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse`
+        if they are given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. If they
-        are given, only the cached tokens are gathered from pages.
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. With
+        them, some backends gather only the cached tokens from pages.
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
@@ -252,7 +252,7 @@ class PrefillPlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.trees is not None:
-            raise ValueError("draft trees belong to decode; prefill rows have none")
+            raise ValueError("draft trees belong to decode: use a decode plan")
         if scale is not None and not scale > 0:
             raise ValueError(f"scale {scale} must be positive")
         if q.shape[0] != rows.starts[-1]:
@@ -269,16 +269,18 @@ class PrefillPlan:
             self._set_image_spans(mask.spans.cpu().numpy(), mask.spans)
             self._fetched = mask.spans.data_ptr()
         elif mask.spans is not None and self._fetched not in (None, mask.spans.data_ptr()):
-            raise ValueError("image spans are a step's, the same in every layer: call make again for others")
+            raise ValueError(
+                "image ids (spans) must be equal in all layers of a step: call make again for others"
+            )
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return the backend, the rows that are computed over pages, and the rows that the backend computes."""
+        """Return the backend, the rows that the kernel over pages computes, and the rows that the backend computes."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
-            raise ValueError(f"{self.backend} takes no softcap, image or scale; pages does")
+            raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
         if self.backend == "cudnn" and self._span.windowed:
-            raise ValueError(f"cudnn takes full attention only, not {self._span}; descriptors and pages do")
+            raise ValueError(f"cudnn takes full attention only, not {self._span}: use descriptors or pages")
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
@@ -302,14 +304,15 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Copy the image ids to the device. For each query, compute the last token that it sees, which is the end
-        of its image.
-        """
+        """Copy the image ids to the device. Also compute, for each query of an image, the last token that it sees: the
+        end of its image."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)
         if ids.shape != (int(rows.starts[-1]),):
-            raise ValueError(f"spans {ids.shape} are not one for each of {rows.starts[-1]} queries")
+            raise ValueError(
+                f"spans {ids.shape} must have one image id for each of {rows.starts[-1]} queries"
+            )
         of = np.arange(len(rows.lengths)).repeat(rows.queries)
         position = rows.context_lengths[of] + np.arange(len(ids)) - rows.starts[of]
         _, image = np.unique(np.stack((of, ids), 1), axis=0, return_inverse=True)
@@ -373,7 +376,8 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the other rows."""
+        """Return the launches over pages: one with small tiles for sequences with few query rows, and one for all
+        others. A launch without rows is left out."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):

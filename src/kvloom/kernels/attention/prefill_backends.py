@@ -1,5 +1,5 @@
-"""The work lists of prefill, and the choice of a backend. This module works on host arrays, without launches and
-Triton.
+"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing and
+does not import Triton.
 
 | backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
@@ -8,9 +8,9 @@ Triton.
 | cudnn       | pages gathered to one run per row, | half precision; sinks. Runs torch's cuDNN operator, which is the  |
 |             | in batches of equal size           | fastest for large batches                                         |
 
-For a windowed row, only the tokens visible in the step are gathered. If no row of a step is longer than the window,
-attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for
-round sizes, which repeat from chunk to chunk.
+To gather is to copy tokens from pages to contiguous memory. For a windowed row, only the tokens visible in the step
+are gathered. If no row of a step is longer than the window, attention is treated as full. cuDNN takes 40 milliseconds
+on the host to plan a new size. It is therefore used only for round sizes, which repeat from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ idle."""
 MIN_CUDNN_PAIRS = 1 << 26
 """Smallest number of query-key pairs, over all heads, that is worth a cuDNN plan for a new size."""
 MAX_CUDNN_BATCHES = 4
-"""Largest number of cuDNN batches in a step. With more batches, one list of gathered blocks is faster."""
+"""Largest number of cuDNN batches in a step. With more batches, one launch over all gathered rows is faster."""
 MIN_GATHERED_PAIRS = 1 << 26
-"""Smallest number of query-key pairs, over all heads, that is worth gathering pages. For fewer pairs the extra
-launches cost more.
-"""
+"""Smallest number of query-key pairs, over all heads, that is worth gathering pages. With fewer pairs, the extra
+launches cost more than they save."""
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """Used instead of MIN_GATHERED_PAIRS for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
-"""If queries of heads of up to 64 dims see at least this many tokens on average, descriptors are faster than cuDNN."""
+"""For heads of up to 64 dims, descriptors are faster than cuDNN if queries see at least this many tokens on
+average."""
 NARROW_WINDOW = 128
-"""In windows of at most this size, heads of up to 64 dims read few tokens per step."""
+"""Windows of at most this size are narrow. Heads of up to 64 dims then use tiles with fewer tokens per step."""
 MIN_GATHERED_QUERIES = 64
 """Rows with fewer queries are computed over pages, because gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Smallest number of units in one piece of a split block. A unit is the tokens that the kernel reads in one step."""
+"""Smallest number of units in one piece of a split block. A unit is the number of tokens that the kernel reads in one
+step."""
 SMALL_ROWS = 16
-"""A sequence with at most this many query rows per KV head gets short blocks, even if other sequences get long blocks.
-"""
+"""A sequence with at most this many query rows per KV head gets small tiles, even if other sequences get large tiles.
+A query row is one query head of one query token."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The sequences of a step on the host: the first query of each sequence in q, and the lengths.
-
-    `context_lengths` are the numbers of tokens before the queries.
-    """
+    """The sequences of a step, on the host. `starts` has the first query of each sequence in q. `lengths` is the
+    number of tokens of each sequence, including its queries. `context_lengths` is the number of tokens before the
+    queries."""
 
     starts: Ints
     lengths: Ints
@@ -90,7 +90,7 @@ class QueryRows:
         rows = cls(np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
         if rows.starts.ndim != 1 or rows.starts.shape[0] != rows.lengths.shape[0] + 1:
             raise ValueError(
-                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: there must be one more"
+                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: give one more start than lengths"
             )
         if rows.starts[0] != 0 or (np.diff(rows.starts) < 0).any():
             raise ValueError(f"starts must begin with 0 and never fall, got {rows.starts[:8].tolist()}…")
@@ -124,9 +124,8 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The size and launch parameters of a block: query rows, tokens per step, warps, stages, programs per
-    multiprocessor, and an optional register limit.
-    """
+    """The size and launch parameters of a block: `rows` query rows, `tokens` tokens per step, warps, stages, programs
+    per multiprocessor, and an optional register limit."""
 
     rows: int
     tokens: int
@@ -153,8 +152,8 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
     """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
-    The tile has 8 warps if the registers of 4 warps are too few for the outputs of a block. Small heads read many
-    tokens per step, but few tokens in a window.
+    Heads of more than 128 dims need 8 warps, because the registers of 4 warps are too few for the outputs of a block.
+    Small heads read many tokens per step, but fewer in a narrow window.
     """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
@@ -176,8 +175,8 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for the `chosen` rows, which have many queries. The other rows run over pages.
 
-    `span` is the layer's span, or full if no row is longer than the window. `plain` means that there are no
-    softcap, images or scales. `cudnn` states whether cuDNN is available.
+    `span` is the layer's span, or full if no row is longer than the window. `plain` means that there is no softcap, no
+    image and no scale. `cudnn` states whether cuDNN is available.
     """
     gathers = (
         plain
@@ -212,10 +211,10 @@ def block_list(
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
     """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list that
-    joins split blocks; and the number of slots.
+    joins split blocks; and the number of slots for partial results.
 
-    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each
-    query, the last token of its image.
+    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each query of
+    an image, the last token of the image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -262,8 +261,8 @@ def span_list(
 ) -> Lists:
     """Return the block list for `attend_gathered`, longest blocks first.
 
-    The gathered K and V of a sequence begin at `bases` and have `tokens` tokens. The first `context_lengths` of them
-    precede its queries.
+    The gathered K and V of each sequence begin at its entry of `bases` and have `tokens` tokens. The first
+    `context_lengths` tokens of them precede its queries. `rows` is the number of query rows of a block.
     """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
@@ -277,9 +276,8 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row are copied to `into`. Zeros
-    follow up to `sizes`.
-    """
+    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row are copied to the position
+    `into`. Zeros are added until the copy has `sizes` tokens."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -305,8 +303,8 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group the chosen rows into batches of equal size. If any size is not round (see `_even_size`), return no
-    batches."""
+    """Group neighbouring rows with equal numbers of queries and context tokens into batches. Return no batches if any
+    size is not round. A size is round if it is a multiple of `_even_size`."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -320,20 +318,20 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the unit of round sizes. It is the largest power of two below `tokens`, divided by `parts`, but at
-    least 128."""
+    """Return the unit of round sizes: the largest power of two up to `tokens`, divided by `parts`, but at least
+    128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
 def _index_within(times: Ints) -> Ints:
-    """For each value n of `times`, return the numbers 0, 1, …, n - 1. The results are concatenated."""
+    """Return the numbers 0, 1, …, n - 1 for each value n of `times`, one after the other."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
 def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
-    """Count the query-key pairs of a sequence with `tokens` tokens, in which every token is a query."""
+    """Count the query-key pairs of a sequence of `tokens` tokens if every token is a query."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

@@ -1,5 +1,5 @@
-"""Prefill by cuDNN. Pages are gathered into batches of equal rows. The results for the causal part and for the
-context are merged by log-sum-exp.
+"""Prefill by cuDNN. Pages are gathered into batches of equal rows. Attention over the new tokens (causal) and over the
+context are separate calls. Their results are merged by log-sum-exp.
 
 `prefill_backends.cudnn_batches` forms the batches. This module is independent of plans and of other backends.
 """
@@ -51,8 +51,8 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One call of cuDNN, for several sequences. `copies` lists the tokens to gather from pages. `places` has the
-    positions of the queries in q."""
+    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages. `places` lists where the
+    queries of each sequence are in q. `first` is the first query of the batch."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -76,9 +76,8 @@ class CudnnPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, if
-        available.
-        """
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, or
+        None. Without them, the new tokens are gathered from pages, too."""
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
             groups = cudnn_batches(rows, chosen)
@@ -86,7 +85,7 @@ class CudnnPrefill:
                 sizes = zip(rows.queries[chosen].tolist(), rows.context_lengths[chosen].tolist(), strict=True)
                 shown = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
                 raise ValueError(
-                    f"cudnn takes rows of even sizes only, not {shown} tokens; descriptors take any"
+                    f"the backend cudnn takes round sizes only, not {shown} tokens: use the backend descriptors"
                 )
             self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups]
         batches = self._batches[at_hand]
@@ -154,5 +153,5 @@ def _batched(
 
 
 def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """Return packed tokens as a batch of `number` equal rows, without a copy."""
+    """View packed tokens as a batch of `number` rows with `tokens` tokens each. Copies nothing."""
     return x.view(number, tokens, *x.shape[1:])

@@ -1,9 +1,10 @@
-"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a row are gathered from pages. Without
-context, the new tokens are read directly.
+"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a row are therefore gathered from pages
+first. If no row has context, the new tokens are read directly, without a copy.
 
     tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
     gathered                                       |--------------- one copy -----------|    |---- new ----|
                                                                                             no context: not copied
+
 This module does not depend on plans or other backends.
 """
 
@@ -27,10 +28,11 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """The work of a gathered prefill: copy K and V out of the pages, then attend to the copies.
+    """The work lists of a gathered prefill: copy K and V out of the pages, then attend to the copies.
 
-    `copies` lists the runs of tokens to copy, and `tokens` is their total length. `blocks` lists the programs of the
-    attention kernel. Each program computes `tile.rows` query rows of one sequence."""
+    `copies` lists the token ranges to copy, and `tokens` is their total length. `blocks` lists the blocks of the
+    attention kernel. A block has `tile.rows` query rows of one sequence.
+    """
 
     copies: torch.Tensor
     tokens: int
@@ -55,9 +57,8 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, if
-        available.
-        """
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, or
+        None. They are read directly if no row has context. Otherwise all tokens are gathered from pages."""
         out, lse = call.outputs()
         if self._fresh is None:
             self._fresh = not rows.context_lengths[chosen].any()

@@ -26,9 +26,8 @@ __all__ = [
 MERGE_ROWS = 32
 JOIN_ROWS = 16
 FEW_TILES = 4
-"""If a window has at most this many tiles, one loop checks every tile. Separate loops of one or two tiles would be
-slower.
-"""
+"""If a window has at most this many tiles, one loop masks every tile. Separate loops for tiles with and without a mask
+would have only one or two tiles each, which is slower."""
 
 
 def attend_blocks(
@@ -51,8 +50,8 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend every block over its pages. Writes the results of whole blocks to `out`, and those of pieces of split
-    blocks to `parts`.
+    """Attend every block over its pages. Results of whole blocks are written to `out`. Partial results of split blocks
+    are written to `parts`.
 
     `span` is the mask's span, or full if no row is longer than the window.
     """
@@ -152,10 +151,13 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge the attention results `a` and `b` of two sets of tokens into packed `out` and `lse`. Without `b`, only `a`
-    is copied. Results are [batch, tokens, heads, dim] with a dense last dimension, and log-sum-exps are [batch, tokens,
-    heads]. `places` lists where the queries of each sequence are (see `triton_gathered`). `longest` is the largest
-    number of queries of a place."""
+    """Merge the attention results `a` and `b` over two sets of tokens into packed `out` and `lse`. Without `b`, only
+    `a` is copied.
+
+    Results are [batch, tokens, heads, dim] with a dense last dimension, and log-sum-exps are [batch, tokens, heads].
+    `places` lists where the queries of each sequence are (see `triton_gathered`). `longest` is the largest number of
+    queries of one sequence.
+    """
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,
@@ -183,8 +185,8 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
-    token are 0."""
+    """Return the strides of the scales per page, per token and per head. If there is only one scale per head, the
+    first two strides are 0."""
     if scale is None:
         return 0, 0, 0
     return (

@@ -1,14 +1,14 @@
-"""External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than
-our kernels.
+"""External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than our
+kernels.
 
 | library          | found as                                                | supports                                         |
 |------------------|---------------------------------------------------------|--------------------------------------------------|
 | FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3`  | full and sliding attention, softcap; dims to 256 |
 | FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
 
-All libraries are optional. The first step of each size class times all candidates on its own tensors, which takes
-milliseconds. The process reuses the result. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by
-commas. An empty value allows none. This module does not depend on our plans and kernels.
+All libraries are optional. Steps of similar size form a size class. The first step of a class times all candidates on
+its own tensors, which takes milliseconds. The process reuses the result. `KVLOOM_ATTENTION_LIBRARIES` lists the
+allowed modules, separated by commas. An empty value allows none. This module does not depend on our plans and kernels.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PagedCall:
 
 @dataclass
 class LibraryStep:
-    """The rows of a step, on the host and on the device, and the libraries' plans for them."""
+    """The rows of a step, on the host and on the device, and the plan of each library for them."""
 
     rows: QueryRows
     device: torch.device
@@ -83,9 +83,8 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """The interface to a library, which computes causal attention of packed rows over pages. The last query of a
-    row sees all tokens of the row.
-    """
+    """An attention library: computes causal attention of packed rows over pages. The last query of a row sees all
+    tokens of the row."""
 
     name: str
 
@@ -242,7 +241,7 @@ _FASTEST: dict[Hashable, str] = {}
 def measure_fastest(
     key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
 ) -> str:
-    """Return the fastest candidate for `key`. The first call times all candidates and stores the result.
+    """Return the name of the fastest candidate for `key`. The first call times all candidates and stores the result.
 
     A candidate is excluded with a warning if it fails, or if its result differs from that of the first candidate.
     During graph capture nothing is timed or stored, and the first candidate is returned.

@@ -36,11 +36,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Largest number of bytes that one batch of `attend` gathers and scores. A single long row may need more. It is scored
-in pieces of half this size."""
+"""Largest number of bytes that one batch of `attend` gathers and scores. A single long row may need more. Its queries
+are then split into pieces whose scores need half of this size."""
 SMALL_PADDING_BYTES = 2 << 20
-"""Rows are batched together if their padding has fewer bytes than this, because padding costs less than more torch
-calls."""
+"""Rows of different lengths share a batch while the padding is below this size in bytes. A little padding costs less
+than more torch calls."""
 MIN_PIECE_QUERIES = 16
 """Smallest number of queries in a piece of a long row."""
 LOG2E = 1 / math.log(2)
@@ -101,7 +101,7 @@ class _Layer:
 class _Scratch(threading.local):
     """Buffers that each thread reuses between calls. On a CPU, allocating memory costs more than filling it.
 
-    A returned tensor must not share memory with these buffers. Buffers above MAX_BATCH_BYTES are freed.
+    The results of `attend` must not share memory with these buffers. Buffers above MAX_BATCH_BYTES are freed.
     """
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call. For each one: the first query in q, the number of queries, and the position of the
-    first query."""
+    """The sequences of a call, as arrays: the first query of each in q, its number of queries, its tokens before the
+    queries, and all its tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -136,8 +136,9 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of rows, as parallel arrays. A piece has consecutive queries of one sequence. `block` is the first
-    block that a piece sees."""
+    """Pieces of rows, as parallel arrays. A piece has consecutive queries of one sequence (`row`). `query` is its
+    first query in q, and `position` the position of this query in the sequence. The piece sees `blocks` blocks from
+    `block` on."""
 
     row: Ints
     query: Ints
@@ -171,8 +172,8 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Group pieces of similar size. The numbers of queries in a group differ at most by a factor of two. If padding
-    is large, this also applies to the numbers of blocks."""
+    """Yield groups of pieces of similar size. The numbers of queries in a group differ at most by a factor of two. If
+    padding is large, this also applies to the numbers of blocks."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -198,9 +199,8 @@ def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Return the index in q of every query of every piece, and whether the entry is a query or padding. Both are
-    [pieces, longest piece].
-    """
+    """Return two arrays of shape [pieces, longest piece]: the index in q of every query, and whether the entry is a
+    query (else padding)."""
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
     return np.where(real, pieces.query[:, None] + step, 0), real
@@ -209,9 +209,8 @@ def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
 def _attend(
     layer: _Layer, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and the
-    log-sum-exp.
-    """
+    """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and
+    log-sum-exps. `query` and `real` are the results of `_places`."""
     q, k, v, mask = layer.q, layer.k, layer.v, layer.mask
     n, c = query.shape
     kv, group, device = k.shape[2], q.shape[1] // k.shape[2], q.device
@@ -268,9 +267,8 @@ def _attend(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply the matrices of each head. All tensors are [kv, n, …]. Gathered heads are interleaved, so one
-    product over all heads would copy them.
-    """
+    """Multiply the matrices of each KV head, head by head. All tensors are [kv, n, …]. One product over all heads
+    would have to copy them, because gathered heads are interleaved in memory."""
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 
@@ -333,7 +331,8 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
 
 
 def _empty_outputs(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of queries that see no token. Only the sinks count in their softmax."""
+    """Return the results of queries that see no token: zeros, and the log-sum-exp of the sinks (minus infinity without
+    sinks)."""
     lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator_dtype(q), device=q.device)
     if mask.sinks is not None:
         lse[:] = mask.sinks.to(lse.dtype)

@@ -40,9 +40,8 @@ def plan_capacity(rows: int) -> int:
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Split a head dimension into two powers of two (80 = 64 + 16), so that no lane loads padding. The second
-    number may be 0.
-    """
+    """Split a head dimension into two powers of two (80 = 64 + 16), because Triton loads powers of two. Without the
+    split, it would load padding. The second number may be 0."""
     high = 1 << dim.bit_length() - 1
     return high, dim - high
 
@@ -71,7 +70,7 @@ class Shape:
                 )
         if self.latent and self.v_dim != split_dim(self.k_dim)[0]:
             raise ValueError(
-                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; {split_dim(self.k_dim)[0]} are"
+                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; supported: {split_dim(self.k_dim)[0]}"
             )
         if self.block_tokens not in SUPPORTED_BLOCK_TOKENS:
             raise ValueError(

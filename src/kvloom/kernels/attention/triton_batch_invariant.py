@@ -2,13 +2,13 @@
 """Batch-invariant attention kernels. The sums of a row, and the order of their terms, depend only on that row.
 
 Every call uses the same tile size. Tokens are divided into pieces at multiples of PIECE, and pieces into steps at
-multiples of BN. Each piece is summed separately, and its sum is added to the sum of the earlier pieces:
+multiples of BN. Each piece is summed separately. Its sum is then added to the sum of the earlier pieces:
 
     tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program adds all pieces of a block
                                                         decode: one program per piece, `join_pieces` adds them
 
-Prompts and decode both use `_fold` for this addition, so they compute identical bits. Tokens that a query does not
-see add zeros.
+Prompts and decode both use `_fold` for this addition, so they compute identical bits. Tokens that a query does not see
+add zeros.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ ITEM_WIDTH: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def _fold(peak, weight, acc0, acc1, top1, weight1, part0, part1, DV1: tl.constexpr):
-    """Add the softmax of one piece to the running softmax. Multiply-adds are explicit, so that the compiler cannot
-    change the rounding.
-    """
+    """Add the softmax of one piece to the running softmax of the earlier pieces. Multiply-adds are explicit, so that
+    the compiler cannot change the rounding."""
     top = tl.maximum(peak, top1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
@@ -57,7 +56,8 @@ def _piece(
     BN: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax over one piece's tokens in [lo, hi). Return its peak, its weight and its sums of values."""
+    """Compute the softmax over the tokens [lo, hi) of one piece. Return its largest score (peak), its sum of weights
+    and its weighted sums of values."""
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc0 = tl.zeros([BM, DV0], tl.float32)
@@ -81,7 +81,8 @@ def _finish(
     OUT, LSE, SINKS, VS, head_scale, token, head, mine, peak, weight, acc0, acc1, out_token, out_head, lse_token, lse_head,
     DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of the rows. If the scales of values are per head, `head_scale` is the index of the scale."""
+    """Write the results of the rows to OUT and LSE. If values have one scale per head, VS + `head_scale` is the
+    address of the scale."""
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SCALES == 1:
@@ -167,7 +168,8 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Count the pieces of each one-query row. ENDS [CAPACITY] is the running sum of the counts. Run by one program."""
+    """Count the pieces of each one-query row. Writes the running sum of the counts to ENDS [CAPACITY]. Run by one
+    program."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE
@@ -185,9 +187,10 @@ def attend_pieces(
     SIZE: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Attend one-query rows piece by piece. Grid: (lanes, HEADS, blocks of BM query heads of a KV head).
+    """Attend one-query rows piece by piece. Grid: (lanes, HEADS, blocks of BM query heads of a KV head). A lane
+    processes several pieces.
 
-    Writes the sums of a piece to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak, weight].
+    Writes the results of a piece to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak, weight].
     """
     kv_head = tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)

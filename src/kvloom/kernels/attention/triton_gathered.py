@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
 
-Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists. This
-module does not depend on plans.
+`triton_prefill` defines rows and blocks. The host passes the copies and the visible tokens as int32 lists, one line
+per item. This module does not depend on plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -36,11 +36,10 @@ def gather_pages(
     DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Copy tokens from pages to contiguous K and V, [tokens, heads, dim]. Grid: (copies, heads / EACH, 2 for K and
-    V).
+    """Copy tokens from pages to contiguous K and V, [tokens, heads, dim]. Grid: (copies, heads / EACH, 2 for K and V).
 
-    Tokens without a page are set to 0. Uninitialised memory could contain NaN, which a softmax weight of 0 would not
-    remove.
+    Tokens without a page are set to 0. Uninitialised memory could contain NaN, and NaN times a softmax weight of 0 is
+    still NaN.
     """
     copy = COPIES + tl.program_id(0) * COPY_WIDTH
     table = TABLES + tl.load(copy).to(tl.int64) * table_row
@@ -74,9 +73,8 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend to BN tokens at `i` for the block. CHECK states that some rows do not see every token. LAST states
-    that the sequence may end inside the tile. The tile may then contain tokens of the next sequence.
-    """
+    """Attend a block to the BN tokens from `i` on. With CHECK, some rows do not see every token, so scores are masked.
+    With LAST, the sequence may end inside the tile, which may then contain tokens of the next sequence."""
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
@@ -108,7 +106,7 @@ def attend_gathered(
     (blocks * HEADS).
 
     Positions count from the first gathered token of a sequence. In a window, this is the first token that the first
-    query sees. FEW states that the window has few tiles, so one loop checks every tile.
+    query sees. With FEW, the window has few tiles, so one loop masks every tile.
     """
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
@@ -196,9 +194,9 @@ def merge_parts(
     out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the attention results A and B of two sets of tokens, weighted by their natural log-sum-exps. Reads [batch,
-    token, head] and writes packed queries [token, head]. Without BOTH, only A is read. With SINK, the result is also
-    combined with the sinks.
+    """Merge the attention results A and B over two sets of tokens, weighted by their natural log-sum-exps. Reads
+    [batch, token, head] and writes packed queries [token, head]. Without BOTH, only A is read. With SINK, the sinks
+    are added to the softmax.
 
     Grid: (longest * HEADS / ROWS rounded up, places), where `longest` is the largest number of queries of a place.
     """

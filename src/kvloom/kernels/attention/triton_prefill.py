@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over pages: the kernels that attend blocks of query rows and merge split blocks.
 
-A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP +
-head in group). A block is BM consecutive rows. The host passes the blocks, their visible tokens, and the split blocks
-as int32 lists.
+A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP
++ head in group). A block is BM consecutive rows. The tokens of a long block are split into pieces, which different
+programs compute. A slot is the place of a piece's partial result. The host passes blocks and joins as int32 lists.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -29,11 +29,10 @@ JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
-    """Compute one step of a running softmax in powers of two. Return the weights, the factor for the old sums, the
-    new peak and the new sum.
+    """Compute one step of a running softmax in powers of two. Return the weights of the new scores, the factor for the
+    old sums, the new largest score (peak) and the new sum of weights.
 
-    If SCALED is set, the scores are already multiplied by the positive `factor`. Otherwise this function multiplies
-    them.
+    With SCALED, the scores are already multiplied by the positive `factor`. Otherwise this function multiplies them.
     """
     if SCALED:
         top = tl.maximum(peak, tl.max(scores, 1))
@@ -59,9 +58,8 @@ def page_step(
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens of one table row from `t` to `t + BN` that are in [lo, hi). Without CHECK every row sees
-    every token.
-    """
+    """Attend to the tokens from `t` to `t + BN` of one table row that are in [lo, hi). Without CHECK every row sees
+    every token, so nothing is masked."""
     ok = (t >= lo) & (t < hi)
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -127,9 +125,8 @@ def attend_blocks(
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). The results of a
-    piece are written to its slot.
-    """
+    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). The result of a piece
+    is written to its slot in PART and PART_LSE."""
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH
     table = TABLES + tl.load(block).to(tl.int64) * table_row

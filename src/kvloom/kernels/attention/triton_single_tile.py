@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention of few query rows over pages, for short sequences. One loop processes a lane's part of the work list.
+"""Attention of few query rows over pages, for short sequences. `triton_work_list` defines segments, tiles, units and
+lanes. One loop processes all units of a lane.
 
-With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every
-unit, so the loads of the next tile overlap the end of the current tile. It supports segments of one tile and pages
-of 16 or 32 bits, but no shared runs.
+With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every unit,
+so the loads of the next tile overlap the end of the current tile. It supports segments of one tile and pages of 16 or
+32 bits, but no shared runs.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from .triton_work_list import (
 __all__ = ["READ_AHEAD", "attend_single_tiles"]
 
 READ_AHEAD = 8
-"""Number of segments after the last segment that are read but not used. A loop may have at most this many stages."""
+"""The loop reads this many segments after the last segment, and ignores them. A loop may have at most this many
+stages."""
 
 
 @triton.jit
 def _peek(pointer):
-    """Read an int32 of the list. On a GPU this uses inline assembly. In a pipelined loop, `tl.load` would read
-    several stages ahead, but the next address depends on this value.
-    """
+    """Read an int32 of the list. On a GPU this uses inline assembly. A pipelined loop would move `tl.load` several
+    stages ahead, but the next address depends on this value."""
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -53,9 +54,9 @@ def _peek(pointer):
 
 @triton.jit
 def _store_here(pointers, values, ok):
-    """Store values directly from registers, a few bytes each.
+    """Store values directly from registers, a few bytes each. `ok` marks the values to store.
 
-    A tile stores few values at its end. A store through shared memory would cost barriers, and memory that the loop
+    A tile stores few values at its end. A store through shared memory would need barriers, and memory that the loop
     needs for its buffers.
     """
     if INTERPRETED:
@@ -90,7 +91,8 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Process one head's part of a lane's stretch. `SINGLE` states that every segment has one query.
+    """Process one lane's units for one KV head. `triton_work_list` defines lanes and units. `SINGLE` states that every
+    segment has one query.
 
     Results of whole tiles are written to OUT, and results of pieces of split tiles to PART, as in `attend_tiles`.
     """

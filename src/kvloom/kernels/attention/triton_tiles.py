@@ -46,7 +46,7 @@ def _run(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Process the units from `begin` to `end` in order."""
+    """Add the units from `begin` to `end` to the running softmax of a tile, in order."""
     for i in tl.range(begin, end, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         ok = (t >= lo) & (t < right)
@@ -80,11 +80,12 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Process one head's part of a lane's stretch. If DIRECT is set, results of whole tiles are written to OUT.
+    """Process one lane's units for one KV head. `triton_work_list` defines lanes, tiles and units. With DIRECT,
+    results of whole tiles are written to OUT. All other results are written to PART.
 
-    With `SHARED`, MEMBERS lists the queries, otherwise queries are consecutive in q. `SCALES` is 0 for pages without
-    scales, 1 for one scale per head, 2 for one scale per token and head. With `PHASES`, units that every row sees run
-    without a mask, which helps if masking costs arithmetic.
+    With SHARED, MEMBERS lists the queries of a tile. Otherwise they are consecutive in q. SCALES is 0 for pages
+    without scales, 1 for one scale per head, 2 for one scale per token and head. With PHASES, units that every row
+    sees run in a separate loop without a mask. This helps if masking costs arithmetic.
     """
     if OVERLAP:
         launch_dependents()

@@ -34,9 +34,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """Return the base-2 logarithm of normal numbers with an error of 2^-22. Takes one instruction, and `tl.log2`
-    takes twenty.
-    """
+    """Return the base-2 logarithm of normal numbers, with an error of 2^-22. This is one instruction instead of the
+    twenty of `tl.log2`."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -49,8 +48,8 @@ def _log2(x):
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
     """Return the page id of each token position in `t`, read from the block table TABLE.
 
-    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, the test is made for whole runs of
-    16 positions: if any position of a run is inside [lo, hi), all 16 get their page id. The later load of values needs
+    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, the test applies to whole runs of
+    16 positions. If any position of a run is inside [lo, hi), all 16 get their page id. The later load of values needs
     this, because it loads a run from the address of its first token. A page contains a multiple of 16 tokens, so a run
     is inside one page. Without CHECK nothing is tested, and every position gets its page id.
     """
@@ -74,7 +73,8 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load [rows, WIDTH_] from column START on."""
+    """Load [rows, WIDTH_] from memory, from column START on. `offsets` are the positions of the rows. Rows that are
+    not `ok` are zeros."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -84,9 +84,8 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so adjacent
-    tokens are loaded together. Afterwards unwritten values, which may be NaN, are replaced.
-    """
+    """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so that adjacent
+    tokens are loaded together. Values of tokens that are not `ok` may be NaN, so they are replaced afterwards."""
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
     if CHECK and turned.dtype != tl.int8:
@@ -149,11 +148,11 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit: `BN` tokens at `t` for the tile's rows. `ok` marks the tokens in [lo, hi).
+    """Process one unit: the `BN` tokens at `t`, for the tile's rows. `ok` marks the tokens in [lo, hi).
 
-    `BOUNDS` selects which bounds of a row to check (1 last token, 2 first token). Without CHECK every row sees every
-    token. With few rows (SMALL), scores are [tokens, rows]. The tokens then fill the long side of the tensor cores,
-    which read K and V from shared memory without registers.
+    BOUNDS is a bit mask of the bounds to check for each row (1 last token, 2 first token). Without CHECK every row
+    sees every token. With few rows (SMALL), scores are [tokens, rows]. The tokens then fill the long side of the
+    tensor cores, which read K and V from shared memory without registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -229,9 +228,8 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` (at most MOST) into two numbers of 8 bits each, [..., 2], before conversion to DTYPE. x = high +
-    low / LOW. The error is at most that of 16 bits.
-    """
+    """Split `x` (at most MOST) into two parts of 8 bits each, [..., 2], for a later conversion to DTYPE: x = high +
+    low / LOW. The error is at most that of 16 bits."""
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
         # conversion.
@@ -245,9 +243,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Join the products of both parts of `two_parts`. `x` is [A, 2 * B]. The products of the high and the low part of
-    each number are adjacent in `x`. In int8, the result is an integer that is `LOW_INT8` times too large. It is below
-    2^31 for 256 products."""
+    """Add the products of the high and the low parts from `two_parts`. `x` is [A, 2 * B], with the two products of
+    each number adjacent. In int8, the result is an integer that is LOW_INT8 times too large. It is below 2^31 for 256
+    products."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)
@@ -260,9 +258,8 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a unit, [WIDTH_, tokens]. Their token dimension is dense in memory. Short pages are read
-    one by one, so that adjacent threads read adjacent bytes of a page.
-    """
+    """Load the values of a unit, [WIDTH_, tokens]. Their token dimension is dense in memory. Short pages are read one
+    by one, so that adjacent threads read adjacent bytes."""
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)

@@ -58,8 +58,8 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """Return the norm of the softmax and its base-2 logarithm after the sink is added. A sink is a logit without a
-    value."""
+    """Add the sink of a head to a softmax. A sink is a logit without a value. `norm` is the factor that normalises the
+    sums, and `log` the base-2 logarithm of the sum of weights. Returns the new values of both."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -73,9 +73,8 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Order the segments that have work, and find the first segment of each lane. `places` is the index of each
-    segment in that order, or -1 for a segment without work.
-    """
+    """Write the segments that have work to the work list, in order, and find the first segment of each lane. Writes to
+    `places` the index of each segment in the list, or -1 for a segment without work."""
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
     tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)
@@ -110,9 +109,8 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make one segment per sequence, which contains the tokens that its queries see. If shared segments cover the
-    first tokens, the segment starts at `begin`. Run by one program, once per step.
-    """
+    """Make one segment per sequence: the tokens that its queries see. With BEGIN, shared segments cover the first
+    tokens, and the segment starts at `begin`. Run by one program, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -138,11 +136,11 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shorten the `given` segments to the tokens that windows see. A segment then starts at the first token that
-    any member sees.
+    """Shorten the `given` segments to the tokens that the windows of their members see, and write them to `seen`. A
+    segment then starts at the first token that any member sees.
 
-    The segment uses the block table of that member, because that member keeps its pages longest. Run by one program
-    per segment.
+    The segment uses the block table of that member, because only its table still has all these pages. Run by one
+    program per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -173,9 +171,8 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is their
-    count, on the device.
-    """
+    """Make the work list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is the number
+    of segments, in device memory."""
     at = tl.arange(0, CAPACITY)
     ok = at < tl.load(number)
     source = given + at * 5
@@ -193,7 +190,7 @@ def _join(
     PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
     HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the pieces of one row of a segment to a running softmax."""
+    """Add the partial results of one row of a split tile to a running softmax."""
     tile = row // BM
     begin = base + tile * units
     last = (begin + units - 1) // stretch
@@ -241,11 +238,11 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of split tiles, with one program for each split, head and row. A sequence that sees no token
-    gets zeros.
+    """Merge the partial results of split tiles, with one program for each boundary between lanes, head and row. A
+    sequence that sees no token gets zeros.
 
-    Only the program of a tile's first split merges. The other programs return. Programs are small, so that all of
-    them can wait on the device while the previous launch runs.
+    A tile may cross several boundaries. Only the program of the first one merges the tile, and the others return.
+    Programs are small, so that all of them can wait on the device while the previous launch runs.
     """
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
@@ -299,11 +296,11 @@ def plan_sources(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the segments that contain results of each query token: first its own segment, then its shared segments.
-    SOURCES is [tokens, 1 + depth, 4]. It contains four numbers for each segment: its number of units (0 for none),
-    the units before it, the tiles before it, and the index of the token in the segment.
+    Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are its number of units (0 for none), the
+    units before it, the tiles before it, and the index of the token in the segment.
 
-    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
-    query in that segment.
+    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first query
+    in that segment.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count

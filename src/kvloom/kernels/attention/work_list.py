@@ -1,6 +1,6 @@
-"""The decode work list: the choice of a tile, the device memory of the list, and the launches of one layer. A fixed
-rule chooses the tile from the shape and the number of rows. There is no tuning at run time.
-"""
+"""The decode work list: the choice of a tile, the device memory of the list, and the launches of one layer.
+`triton_work_list` explains segments, tiles, units and lanes. A fixed rule chooses the tile from the shape and the
+number of rows. There is no tuning at run time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The division of work in a launch. A tile has `rows` query rows and reads `tokens` tokens at a time. A program has
-    a number of warps and stages, and takes at least `min_units` units. Starting a tile costs as much as
-    `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
+    """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a unit).
+    A program has `warps` warps and `stages` stages, and takes at least `min_units` units. Starting a tile costs as
+    much as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
 
     rows: int
     tokens: int
@@ -43,10 +43,10 @@ class Tile:
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
     """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
-    Few rows are bound by memory. Their units have about 32 KiB, with three in flight and two programs per
-    multiprocessor. 8-bit values in long pages run faster with three programs of two units, which hides arithmetic.
-    Many rows are bound by arithmetic and get tall tiles. `beside` states that two launches share the
-    multiprocessors, so each uses fewer programs.
+    With few rows, memory is the bottleneck. A unit then has about 32 KiB, and two programs run per multiprocessor.
+    8-bit values in long pages are faster with three programs, which hide arithmetic. With many rows, arithmetic is the
+    bottleneck, and tiles have more rows. `beside` states that two launches share the multiprocessors, so each uses
+    fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.
@@ -83,17 +83,14 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads the queries with every unit.
-
-    This kernel is faster for small queries, if shared memory is large enough for two programs.
-    """
+    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads the queries with every unit. This
+    kernel is faster if the queries are small enough that two programs fit into shared memory."""
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
 class WorkList:
     """The device memory of one work list: the ordered segments, the first segment of each lane, and buffers for
-    partial results.
-    """
+    partial results."""
 
     def __init__(self, tile: Tile, shape: Shape, segments: int, tiles: int, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
@@ -155,12 +152,13 @@ class LayerCall:
     ) -> None:
         """Launch the attention kernel for every tile of the work list.
 
+        A tile whose tokens were all read by one program has a final result. With `direct`, final results are written
+        to `out`. All other results are partial, and are written to `work.parts`.
+
         `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the first
-        visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct`, final
-        results are written to `out`. All other results are partial, and are written to `work.parts`. `members` contains
-        the indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive.
-        With `beside`, this launch runs at the same time as the launch before it, and ends only after that launch has
-        ended.
+        visible token, 3 both. `members` contains the indices of the queries that read a shared run. Without `members`,
+        the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the launch before
+        it, and ends after it.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -225,9 +223,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs,
-        and waits for its results.
-        """
+        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs. It
+        then waits for the results of `attend_tiles`."""
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](

@@ -3,10 +3,9 @@
     with BatchInvariant():
         model(...)
 
-Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise
-operations and data movement still run in torch. Any other operation raises ValueError with its name. The mode does
-not intercept kvloom's own kernels. Dispatch costs a few microseconds per operation, and nothing in a captured
-graph.
+Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise operations
+and data movement still run in torch. Any other operation raises ValueError with its name. The mode does not intercept
+kvloom's own kernels. Dispatch costs a few microseconds per operation. A captured graph has no such cost.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ ROW_WISE = frozenset(
         "histc",
     ]
 )
-"""Operations that process each row the same way, or only compare and count. In models, `index_add` never adds twice to
-the same element."""
+"""Operations that process each row in the same way, or only compare and count. In models, `index_add` adds at most
+once to each element, so its order does not matter."""
 
 
 ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))

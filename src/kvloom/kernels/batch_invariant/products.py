@@ -1,8 +1,8 @@
-"""Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a row is
-bit-identical in any batch.
+"""Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a row is bit-identical
+in any batch.
 
-The tile size does not depend on the number of rows. Large products use larger tiles only if a test on random input
-gave identical bits on this device.
+The number of rows must not change the result, so usually one tile size serves all calls with a weight. A large product
+uses a larger tile, but only if a test on random input gave identical bits on this device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _large_tile_agrees: dict[tuple[Any, ...], bool] = {}
 
 
 def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
-    """Return the tile for a weight with `columns` outputs. The tile is narrow, so that a single row already uses the
-    whole device.
-    """
+    """Return the small tile for a weight with `columns` outputs. The tile has few columns, so that the product of a
+    single row already uses the whole device."""
     if dtype == torch.float32:  # multiplied from registers, without tensor cores
         return _Tile(16, 32, 32, 4, 2)
     return _Tile(64, 128 if columns >= 32768 else 64 if columns >= 8192 else 32, 64, 4, 4)
@@ -73,7 +72,8 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> 
 
 
 def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
-    """Return whether the large tile and the small tile give identical bits for this weight on this device."""
+    """Return whether the large tile and the small tile give identical bits for the weight `b` on this device. Tests
+    random input."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
     return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Triton kernels of `products.py`. Every call uses the same tile size, and no sum is split."""
+"""Triton kernels of `products.py`. One program computes each sum, in a fixed order. Sums are not split between
+programs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def copy_pages(
     """Copy page `source[i]` to page `target[i]` inside the pool, in one call on the current stream.
 
     No page may be a target twice, or both source and target. Ids on the host are checked. Ids on the device are not
-    checked, so the call does not wait and can be captured. Bytes of a page after `page_bytes` are unchanged.
+    checked, so that the call does not wait and can be captured in a graph. Bytes of a page after `page_bytes` are
+    unchanged.
     """
     page_bytes = page_stride if page_bytes is None else page_bytes
     pages = _pages(buffer, page_stride, page_bytes)
@@ -92,15 +93,18 @@ class FinishedEvent:
 class Copier:
     """Copies pages of one size between a pool and host memory, each batch in one call.
 
-    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer
-    from their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
+    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer from
+    their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
 
-    On CUDA a call only enqueues the copy and returns an event. `query()` polls the event, `synchronize()` blocks,
-    and `wait(stream)` makes a stream wait. Until the event completes, the caller must keep `host`, pool and copier
-    alive. It must not access the host rows or the pages of a scatter, and must not overwrite the pages of a gather.
-    A copy starts after all work queued on the current stream, or after the event `after`. Gathers and scatters use
-    separate streams and overlap. Calls of one direction run in order, and only one thread at a time may make them.
-    The first staged copy of a direction allocates 32 MiB of device memory.
+    On CUDA a call only enqueues the copy and returns an event. `query()` polls the event, `synchronize()` blocks, and
+    `wait(stream)` makes a stream wait. A copy starts after all work queued on the current stream, or after the event
+    `after`.
+
+    Until the event completes, the caller must keep `host`, pool and copier alive. It must not access the host rows or
+    the pages of a scatter, and must not overwrite the pages of a gather.
+
+    Gathers and scatters use separate streams and overlap. Calls of one direction run in order, and only one thread at
+    a time may make them. The first staged copy of a direction allocates 32 MiB of device memory.
     """
 
     def __init__(self, buffer: torch.Tensor, page_stride: int, page_bytes: int | None = None) -> None:
@@ -122,11 +126,8 @@ class Copier:
         method: Method | None = None,
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy page `pages[i]` to row `rows[i]` of `host`. Without `rows`, copy to row i. `host` is [rows,
-        page_bytes] uint8, pinned on CUDA.
-
-        `trusted` skips the check that the rows are distinct.
-        """
+        """Copy page `pages[i]` to row `rows[i]` of `host`. Without `rows`, copy to row i. `host` is [rows, page_bytes]
+        uint8, pinned on CUDA. Returns the event of the copy. `trusted` skips the check that the rows are distinct."""
         source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
         target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
         if self._out is None:
@@ -144,7 +145,8 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host` to page `pages[i]`. Without `rows`, copy row i."""
+        """Copy row `rows[i]` of `host` to page `pages[i]`. Without `rows`, copy row i. Returns the event of the
+        copy."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
@@ -241,7 +243,8 @@ class _ByteRows:
 
 
 class _StagedLane:
-    """The streams of one direction and its two staging buffers. One buffer is filled while the other is emptied."""
+    """The two streams of one direction, and its two staging buffers. One buffer is filled while the other is
+    emptied."""
 
     def __init__(self, device: torch.device) -> None:
         # The priority is higher than that of the model's kernels: a copy needs few multiprocessors but must
@@ -285,9 +288,8 @@ class _StagedLane:
         stream.wait_stream(self._packer)
 
     def _parts(self, count: int, row_bytes: int) -> Iterator[tuple[slice, torch.Tensor, torch.cuda.Event]]:
-        """Split `count` rows into parts. Yield for each part its rows, its buffer [rows, row_bytes], and the event
-        after the last use of the buffer.
-        """
+        """Split `count` rows into parts that fit into a staging buffer. Yield, for each part, its rows, its buffer
+        [rows, row_bytes], and an event. The event completes after the previous use of the buffer."""
         if not self._slots:
             with torch.cuda.stream(self._packer):
                 for _ in range(2):
@@ -353,7 +355,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     # As an unsigned number, a negative id is above every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
-        raise ValueError(f"{what} {wrong} is not among the {limit} there are")
+        raise ValueError(f"{what} {wrong} is not among the {limit} that exist")
     if once and len(set(array.tolist())) != array.size:
         values, counts = np.unique(array, return_counts=True)
         raise ValueError(f"{what} {values[counts > 1][0]} is written twice: give every target once")
@@ -361,7 +363,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
 
 
 def _contiguous_ranges(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the contiguous ranges of rows in host memory: (index in `rows`, first row, count)."""
+    """Return the contiguous ranges of `rows` in host memory, as (index in `rows`, first row, number of rows)."""
     if not host.is_contiguous():
         return [(at, row, 1) for at, row in enumerate(rows.tolist())]
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1

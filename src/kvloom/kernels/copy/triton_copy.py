@@ -51,10 +51,10 @@ def move(
     warps: int = 8,
 ) -> None:
     """Copy `count` rows of `row_bytes` bytes: row `source_ids[i]` of `source` to row `target_ids[i]` of `target`.
+    Without ids, row i is used. Row r begins `r * stride` bytes after the tensor's first byte.
 
-    Without ids, row i is copied. Row r begins `r * stride` bytes after the tensor's first byte. Addresses, strides
-    and `row_bytes` must be multiples of 16, which this function does not check. At most `programs` programs run at
-    the same time.
+    Addresses, strides and `row_bytes` must be multiples of 16, which this function does not check. At most `programs`
+    programs run at the same time.
     """
     tiles = -(-row_bytes // TILE_BYTES)
     items = count * tiles
@@ -76,5 +76,5 @@ def move(
 
 
 def _words(bytes_: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 32-bit words at the same address. The kernel uses only its pointer."""
+    """View the memory of a tensor as 32-bit words. The kernel uses only the pointer."""
     return bytes_.as_strided((16,), (1,)).view(torch.int32)

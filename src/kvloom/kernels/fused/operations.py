@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How a norm applies its weight. `llama` rounds before the multiplication. `gemma` multiplies by 1 + weight in float32.
-"""
+"""How a norm applies its weight. `llama` rounds the normalised values before the multiplication. `gemma` multiplies by
+1 + weight in float32, and rounds afterwards."""
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -94,9 +94,9 @@ def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool
 
 
 def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """Return the activation of the first half of each row, multiplied by the second half."""
+    """Apply the activation to the first half of each row, and multiply the result by the second half."""
     if x.shape[-1] % 2:
-        raise ValueError(f"rows of {x.shape[-1]} have no halves")
+        raise ValueError(f"rows of {x.shape[-1]} have no halves: give an even number of values")
     if x.is_cuda and x.is_contiguous():
         from . import triton_operations
 
@@ -130,8 +130,8 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus `bias` if given. If `into` is given, add the product to `into` in place and
-    return `into`. Sums are rounded once."""
+    """Return x times the weight, plus `bias` if given. With `into`, add the product to `into` in place and return
+    `into`. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation
@@ -158,7 +158,7 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by angles per token. If `norms` are given, normalise q and k first.
+    """Rotate q and k by angles per token. With `norms`, normalise q and k first. Returns the rotated q and k.
 
     The two members of a rotated pair are half a head apart. `cos` and `sin` have one value per dim.
     """

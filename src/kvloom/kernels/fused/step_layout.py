@@ -1,12 +1,11 @@
-"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per
-row.
+"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per row.
 
     sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
     tables [columns, sequences, blocks]    the block tables on the device; the `patched` block of a row gets its new pages
 
 A row gets at most one new block per step. `patched` is the number of this block, or -1. `source` is the row's index
-among the tokens of the previous step, or -1 to use `token`. CPU tensors run in torch (the oracle). CUDA tensors run
-in Triton, so that a graph can capture the step.
+among the tokens of the previous step, or -1 to use `token`. The previous tokens may still be on the device only. CPU
+tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the step.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ ROW_FIELDS = 6
 class StepLayout:
     """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to the length of each row.
 
-    The new token of a row is written to slot `slots` of each column. The slot is offset `places` in page `pages`.
-    `slots` and `pages` are [columns, rows].
+    The new token of a row is written to one slot per column. `slots` [columns, rows] are the slot numbers. The same
+    slot is offset `places` [rows] in page `pages` [columns, rows].
     """
 
     tokens: torch.Tensor
@@ -41,14 +40,16 @@ class StepLayout:
 
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
-    """Return the number of fields that each row has in the upload."""
+    """Return the number of int32 fields of each row in the upload. `columns` is the number of block tables, and
+    `states` the number of state pages."""
     return ROW_FIELDS + columns + states + shifted
 
 
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Build the inputs of the `rows` rows in `sent`, and update `tables`. Launches the work and does not wait."""
+    """Build the model inputs of `rows` rows from the upload `sent`, and write new page ids to `tables`. `chosen` are
+    the tokens of the previous step. Launches the work and does not wait."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

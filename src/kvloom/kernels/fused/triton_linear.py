@@ -2,8 +2,8 @@
 number of bytes in flight.
 
 A program processes BN rows of the weight, BK columns at a time. It loads its first weights before it waits for the
-previous launch. A norm or gate before the product is not fused, because every program would have to repeat it. The
-caller checks shapes.
+previous launch. A norm or gate before the product is not part of this kernel, because every program would have to
+repeat it. The caller checks shapes.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"

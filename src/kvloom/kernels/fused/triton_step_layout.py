@@ -54,9 +54,8 @@ def _row_kernel(
 def lay_out_step(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, block: int, states: int, fixed: int
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel for `numbers` [fields, rows], whose first `fixed` rows are the fixed fields. Return the
-    tensors of `StepLayout`.
-    """
+    """Launch the kernel for `numbers` [fields, rows], whose first `fixed` fields are those of ROW_FIELDS. Return the
+    tensors of `StepLayout`."""
     columns, sequences, blocks = tables.shape
     fields, rows = numbers.shape
     rest = fields - fixed - columns

@@ -93,9 +93,8 @@ class CudaDriver:
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread, unless a context is already current. Torch sets
-        the context only when it needs one.
-        """
+        """Make the device's primary context current in this thread, unless a context is already current. Driver calls
+        need a current context, and torch sets one only when it needs it."""
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
         if not context.value:
@@ -110,7 +109,7 @@ class CudaDriver:
         return size.value
 
     def reserve(self, size: int, alignment: int) -> int:
-        """Reserve address space without memory."""
+        """Reserve address space without memory. Returns the first address."""
         address = c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -126,14 +125,14 @@ class CudaDriver:
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
 
     def create(self, size: int, device: int) -> int:
-        """Allocate memory without an address."""
+        """Allocate memory without an address. Returns its handle."""
         handle = c_uint64()
         allocation = self._allocation(device)
         self._call("cuMemCreate", byref(handle), c_size_t(size), byref(allocation), c_uint64(0))
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle. The memory is freed when no mapping of it is left."""
+        """Release a handle. The memory is freed when it has no mapping, too."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
@@ -146,7 +145,7 @@ class CudaDriver:
         self._call("cuMemSetAccess", c_uint64(address), c_size_t(size), byref(access), c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings. The memory is freed if it has no handle and no other mapping."""
+        """Unmap whole mappings. The memory is freed if it has neither a handle nor another mapping."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
 
     def _allocation(self, device: int) -> _Allocation:
@@ -161,7 +160,7 @@ class CudaDriver:
 
     @property
     def copies_batches(self) -> bool:
-        """Return whether `copy_batch` is available. It needs a driver of CUDA 12.8 or later."""
+        """Return whether `copy_batch` is available. It needs a CUDA driver of version 12.8 or later."""
         return self._batch is not None
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:

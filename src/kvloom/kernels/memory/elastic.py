@@ -42,8 +42,8 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """Return an elastic pool for `layout`. `layer_views(buffer.tensor, layout)` returns the layer views of all
-    slabs."""
+    """Return an elastic pool for `layout` with addresses for `slabs` slabs. `layer_views(buffer.tensor, layout)` then
+    returns the layer views of all slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 
@@ -105,10 +105,9 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Map memory to these slabs. If memory does not suffice, raises MemoryError and maps none of them. The
-        contents are undefined. Returns without waiting for the device, and does not affect running kernels. Costs a
-        few driver calls per slab.
-        """
+        """Map memory to these slabs. The contents are undefined. If there is not enough memory, raises MemoryError and
+        maps none of them. Returns without waiting for the device, and does not affect running kernels. Costs a few
+        driver calls per slab."""
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():
             raise ValueError(f"slab {wanted[self._mapped[wanted]][0]} is mapped already")

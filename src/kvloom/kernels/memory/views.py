@@ -3,7 +3,7 @@
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
 A view is a strided tensor over the pool. Page `p` of a group begins at byte `p * page_stride`. Views copy nothing and
-do not depend on block tables. `order` selects the order of axes in memory. The axes of a view are the same in both
+do not depend on block tables. `order` selects the order of axes in memory. The axes of the tensor are the same in both
 orders:
 
 | order | keys, values          | scales        | 8-bit values          | used by                                 |
@@ -53,7 +53,9 @@ def layer_views(buffer: torch.Tensor, layout: PoolLayout, order: Order = "HND") 
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"the pool is one contiguous row of uint8, got {buffer.dtype} {tuple(buffer.shape)}")
     if buffer.numel() % layout.slab_bytes:
-        raise ValueError(f"{buffer.numel()} bytes are no whole number of slabs of {layout.slab_bytes}")
+        raise ValueError(
+            f"{buffer.numel()} bytes are not a whole number of slabs of {layout.slab_bytes} bytes"
+        )
     return {
         name: _layer_view(buffer, layout, group, name, order)
         for group in layout.groups

@@ -26,10 +26,9 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile sizes of the products: `rows` pairs by `columns` columns of weights, `depth` at a time. The first
-    product takes `columns` columns of the gate and the same number of columns of the up projection. With
-    `described`, weights are read by tensor descriptors.
-    """
+    """The tile sizes of the products. A tile computes `rows` pairs of token and expert by `columns` columns of
+    weights, and sums `depth` inputs at a time. The first product takes `columns` columns of the gate and as many of
+    the up projection. With `described`, weights are read by tensor descriptors."""
 
     rows: int
     columns: int
@@ -57,8 +56,7 @@ TILES = (
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
 """Tiles by the mean number of pairs per expert. With few pairs, reading weights takes most of the time. A tile then
-has twice the mean number of rows, so that weights are read once.
-"""
+has twice as many rows as an expert has pairs on average, so that weights are usually read once."""
 CHUNKS = (512, 4096)
 """Number of pairs that one program sorts."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
@@ -163,11 +161,12 @@ def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the `picked` experts with the largest softmax in each row. Return their weights ([tokens, picked], in
-    `dtype`) and indices. With `shared`, the weights of a row sum to 1. If values are equal, a GPU selects the
-    first.
-    """
+    `dtype`) and indices. With `shared`, the weights of a row are scaled so that they sum to 1. Among equal values, a
+    GPU selects the first."""
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
-        raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
+        raise ValueError(
+            f"cannot select {picked} experts from logits {tuple(logits.shape)}: give at least 1, at most all of a row"
+        )
     if logits.is_cuda:
         from . import triton_moe
 

@@ -42,7 +42,8 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs of one chunk that selected one expert, in their original order. Grid: (expert, chunk)."""
+    """Assign rows to the pairs of one chunk that selected one expert. The pairs keep their order. Grid: (expert,
+    chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -225,8 +226,8 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """Count how often each expert was selected, separately for every `chunk` consecutive pairs of token and expert in
-    `index`. Writes the counts to `counts` [chunks, bins], where bin i is expert i."""
+    """Count how often each expert was selected. `index` is divided into chunks of `chunk` consecutive pairs, and each
+    chunk is counted separately. Writes `counts` [chunks, bins], where bin i is expert i."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 
@@ -235,8 +236,8 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort the pairs into tiles of one expert each. Writes the pair of each row to `rows` (-1 for an unused row), the
-    expert of each tile, and the number of tiles."""
+    """Sort the pairs into tiles of one expert each. Writes three results: `rows` is the pair of each row (-1 for an
+    unused row), `owners` is the expert of each tile, and `tiles` is the number of tiles."""
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,

@@ -1,11 +1,12 @@
 """Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
 
-Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's
-states ([pages, *shape], any page stride), and `StateRows`. `StateRows` locate the tokens and pages of each
-sequence. A function returns the outputs and writes the last state of each row to its page. Rows of up to
-STEP_TOKENS tokens take the decode path, and longer rows the chunked path. The caller passes the longest row
-(`StateRows.longest`), so the host does not wait for the device. CPU tensors and float64 tensors run in plain torch.
-Other CUDA tensors and `batch_invariant` rows run in Triton.
+Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's states
+([pages, *shape], any page stride), and `StateRows`. `StateRows` locate the tokens and pages of each sequence. A
+function returns the outputs and writes the last state of each row to its page.
+
+Rows of up to STEP_TOKENS tokens take the decode path, and longer rows the chunked path. The caller passes the length
+of the longest row (`StateRows.longest`), so the host does not wait for the device. CPU tensors and float64 tensors run
+in plain torch. Other CUDA tensors and `batch_invariant` rows run in Triton.
 
 | function      | update for one token                                                | state of a page             |
 |---------------|---------------------------------------------------------------|-----------------------------|
@@ -16,9 +17,9 @@ Other CUDA tensors and `batch_invariant` rows run in Triton.
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
 Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call, or once
-per token in batch-invariant rows. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with x
-= v, b = k, c = q, dt = None and a = -slope. Its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over
-gated inputs.
+per token in batch-invariant rows. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with x =
+v, b = k, c = q, dt = None and a = -slope. Its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated
+inputs.
 """
 
 from __future__ import annotations
@@ -114,11 +115,12 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
 ) -> torch.Tensor:
-    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result
-    has the shape of x.
+    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result has
+    the shape of x.
 
-    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n]. Every group then applies to an equal
-    number of consecutive channels. With `softplus` the step is softplus(dt + dt_bias). y is gated by silu(z).
+    `a` is the rate itself, -exp(A_log), not A_log. b and c may be [tokens, groups, n]. Every group then applies to an
+    equal number of consecutive channels. With `softplus` the step is softplus(dt + dt_bias). If `z` is given, y is
+    multiplied by silu(z).
     """
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(
@@ -166,8 +168,9 @@ def mamba2_scan(
     """Scan of Mamba-2 with x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens,
     groups, n]. The result has the shape of x.
 
-    `a` is the rate itself (-exp(A_log)), at most 0. Without `dt` every step is 1. `limits` clamp the step after
-    softplus (Hugging Face clamps only in prefill). Pass the gate `z` only for modules whose norm has no gate.
+    `a` is the rate itself, -exp(A_log), and at most 0. Without `dt` every step is 1. `limits` clamp the step after
+    softplus (Hugging Face clamps only in prefill). If `z` is given, y is multiplied by silu(z). Do not pass `z` if the
+    norm after the layer applies the gate.
     """
     if x.dim() != 3 or b.dim() != 3:
         raise ValueError(
@@ -210,9 +213,9 @@ def delta_rule(
     """Gated delta rule with q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value
     heads]. The result has the shape of v.
 
-    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads,
-    dk], Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads
-    / key heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
+    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
+    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
+    heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -241,16 +244,18 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Check the strides of the pages. Their shape has already been checked."""
+    """Return `states` with its own shape, as an argument of `check_tokens`. `check_tokens` then checks only device and
+    dtype, because `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. The values of rows are checked only on a CPU, because on a GPU
-    reading them would wait for the device.
-    """
+    """Return whether plain torch computes this call. On a CPU, also check the values of `rows`. On a GPU this check
+    would have to wait for the device."""
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
+        if rows.stored is not None:
+            raise ValueError("rows with `stored` need the GPU kernels: split them into two calls")
     if rows.batch_invariant:
         if x.dtype == torch.float64:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Recurrent layers over packed rows in plain torch. This is the oracle (in float64) and the CPU path.
 
-The kernels must compute the same results. `interface` checks shapes. Loops over time are used only if a recurrence
-needs them, and process blocks of tokens. All other work is one operation over rows, heads and channels.
+The kernels must compute the same results. `interface` checks shapes. A loop over time is used only if a recurrence
+needs it, and it processes blocks of tokens. All other work is one operation over rows, heads and channels.
 
     rows of similar length → one dense batch [rows, longest, …]; padding tokens change no state
     long and short rows → one row at a time
@@ -25,11 +25,11 @@ CHUNK = 64
 """Number of tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""Like CHUNK, for layers with one decay per channel. It is smaller, because each pair of tokens costs a whole
-vector."""
+"""Like CHUNK, for layers with one decay per channel. It is smaller, because each pair of tokens then needs a whole
+vector of decays."""
 
 _BLOCK_ELEMENTS = 1 << 21
-"""Number of states that a loop over time collects before it computes their outputs together."""
+"""Number of state elements that a loop over time collects before it computes their outputs together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,8 @@ def time_steps(
 
 
 def _recur(decay: torch.Tensor, drive: torch.Tensor, state: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Compute state = decay * state + drive along dimension 1. Write every state to `seen` and return the last one."""
+    """Compute state = decay * state + drive along dimension 1. Writes every state to `seen` and returns the last
+    one."""
     for t in range(seen.shape[1]):
         state = torch.addcmul(drive[:, t], decay[:, t], state, out=seen[:, t])
     return state.clone()
@@ -251,7 +252,8 @@ def _chunked_scan(
     read: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute Mamba-2 on [b, length, heads, p], with b and c as [b, heads, length, n]. Updates `state`."""
+    """Compute Mamba-2 on x [b, length, heads, p]. `into` and `read` are b and c of the equations, [b, heads, length,
+    n]. Returns the outputs and updates `state`."""
     y = torch.empty_like(x)
     for first in range(0, x.shape[1], CHUNK):
         part = slice(first, first + CHUNK)
@@ -275,10 +277,10 @@ def _chunked_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the delta rule and update `state`. All arguments are [b, heads, length, …].
+    """Compute the delta rule and update `state`. Returns the outputs. All arguments are [b, heads, length, …].
 
-    Inside a chunk, let D be the decay between tokens. The corrected values u solve a unit lower triangular system:
-    (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
+    Tokens are processed in chunks. Inside a chunk, let D be the decay between tokens. The corrected values u solve a
+    unit lower triangular system: (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
     """
     y = torch.empty_like(v)
     single = g.dim() == 3
@@ -304,15 +306,14 @@ def _chunked_delta(
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute state = decay * state + left @ right in place, in a single pass over the states."""
+    """Compute state = decay * state + left @ right in place, in a single pass over the state."""
     state.mul_(decay)
     state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 def _decay_between(cum: torch.Tensor) -> torch.Tensor:
-    """Return exp(cum_i - cum_j) if j <= i, else 0. The mask is applied before the exponential, which would
-    otherwise overflow.
-    """
+    """Return exp(cum_i - cum_j) for j <= i, else 0. The mask is applied before the exponential, because the
+    exponential of masked entries could overflow."""
     gap = cum[..., :, None] - cum[..., None, :]
     above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
     return gap.masked_fill(above, -torch.inf).exp()
@@ -333,9 +334,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the first state of every row. The state of a fresh row is set to zeros. It is not multiplied
-    by zero, because an unwritten page may contain NaN.
-    """
+    """Return a copy of the first state of every row. The state of a fresh row is zeros. It is set to zeros and not
+    multiplied by zero, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()

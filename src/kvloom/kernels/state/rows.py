@@ -12,6 +12,8 @@ Rows are built once per step. All layers of one block table read the same rows.
 |                 |                 | never written                                                                 |
 | longest         | host int        | largest number of tokens of a row; up to STEP_TOKENS, rows run as decode      |
 |                 |                 | steps                                                                         |
+| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after |
+|                 |                 | all tokens (GPU only)                                                         |
 | batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of |
 |                 |                 | a sequence into chunks                                                        |
 
@@ -39,7 +41,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """The rows of one step (see the table above). The constructor copies nothing and reads no device memory."""
+    """The rows of one step (see the table of this module). The constructor copies nothing and reads no device
+    memory."""
 
     starts: torch.Tensor
     read: torch.Tensor
@@ -47,6 +50,7 @@ class StateRows:
     longest: int
     fresh: torch.Tensor | None = None
     batch_invariant: bool = False
+    stored: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         parts = {"starts": self.starts, "read": self.read, "write": self.write}
@@ -60,11 +64,12 @@ class StateRows:
                 f"{self.starts.numel()} starts for {self.read.numel()} read and {self.write.numel()} write slots:"
                 " give one more start than sequences, of which there is at least one"
             )
-        if self.fresh is not None and self.fresh.shape != self.read.shape:
-            raise ValueError(f"fresh {tuple(self.fresh.shape)} must be like read {tuple(self.read.shape)}")
-        devices = {part.device for part in (*parts.values(), self.fresh) if part is not None}
+        for name, given in (("fresh", self.fresh), ("stored", self.stored)):
+            if given is not None and given.shape != self.read.shape:
+                raise ValueError(f"{name} {tuple(given.shape)} must be like read {tuple(self.read.shape)}")
+        devices = {part.device for part in (*parts.values(), self.fresh, self.stored) if part is not None}
         if len(devices) > 1:
-            raise ValueError(f"the rows lie on {sorted(map(str, devices))}: put them on one device")
+            raise ValueError(f"the rows are on {sorted(map(str, devices))}: put them on one device")
         if self.longest < 0:
             raise ValueError(f"longest is {self.longest}: give the most tokens a row may have, 0 or more")
 
@@ -74,8 +79,8 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether all rows are short enough to run token by token."""
-        return self.longest <= STEP_TOKENS
+        """Whether all rows run token by token. This holds for short rows, and for rows with `stored`."""
+        return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
@@ -91,7 +96,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
     """Raise unless `states` has the shape [pages, *shape] and each page is contiguous."""
     if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
         raise ValueError(
-            f"{name} of pages {tuple(states.shape)} do not hold [pages, {', '.join(map(str, shape))}]"
+            f"{name} of pages {tuple(states.shape)} must be [pages, {', '.join(map(str, shape))}]"
         )
     if states.shape[0] and not states[0].is_contiguous():
         raise ValueError(f"a page of {name} must be contiguous inside, got strides {states.stride()}")
@@ -108,7 +113,7 @@ def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int,
             raise ValueError(f"{name} is {tuple(part.shape)}, but {shape} fits the other arguments")
         if part.device != rows.starts.device:
             raise ValueError(
-                f"{name} lies on {part.device}, the rows on {rows.starts.device}: move one of them"
+                f"{name} is on {part.device}, the rows are on {rows.starts.device}: move one of them"
             )
         if part.dtype not in _FLOATS:
             raise ValueError(f"{name} is {part.dtype}: give one of {', '.join(map(str, _FLOATS))}")

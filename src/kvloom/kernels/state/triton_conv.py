@@ -2,9 +2,9 @@
 
 """The causal convolution in Triton, with one program for each chunk of a row and block of channels.
 
-Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the new
-inputs from x. One call can therefore read and write a page while chunks run in parallel. One thread sums an output
-over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
+Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the newest
+inputs, which it takes from x. Chunks can therefore run in parallel in one call that reads and writes the page. One
+thread sums an output over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .triton_rows import (
     search_width,
     silu,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["causal_conv"]
@@ -40,6 +41,7 @@ def conv_kernel(
     read,
     write,
     fresh,
+    stored,
     sequences,
     channels,
     x_stride,
@@ -55,6 +57,7 @@ def conv_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FRESH: tl.constexpr,
+    STORED: tl.constexpr,
     INVARIANT: tl.constexpr,
 ):
     if STEPS:
@@ -116,10 +119,13 @@ def conv_kernel(
     )
     target = tl.load(write + row).to(tl.int64)
     if (chunk == 0) & (target > 0):
-        # Column c of the new state is the input at length - COLUMNS + c. An index before the row is an old
+        # Column c of the new state is the input at end - COLUMNS + c. An index before the row is an old
         # column.
         place = tl.arange(0, COLUMNS_UP)
-        origin = length - COLUMNS + place
+        end = length
+        if STORED:
+            end = tl.load(stored + row).to(tl.int32)
+        origin = end - COLUMNS + place
         kept = (place < COLUMNS)[None, :] & real[:, None]
         new = tl.load(
             x + (start + origin)[None, :] * x_stride + column[:, None],
@@ -175,6 +181,7 @@ def causal_conv(
         INVARIANT=rows.batch_invariant,
         num_warps=4,
         **row_arguments(rows),
+        **stored_arguments(rows),
         **(exact_rounding(x) if rows.batch_invariant else {}),
     )
     return out

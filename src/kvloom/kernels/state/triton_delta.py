@@ -3,10 +3,10 @@
 """The gated delta rule in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
 once.
 
-Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections
-u to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta
-k kᵀ D))⁻¹. Both products with T need no state, so all chunks compute them in parallel. Only the products with S run
-in order.
+Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections u
+to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ
+D))⁻¹. Neither product with T needs the state, so all chunks compute them in parallel. Only the products with S run in
+order.
 
 | kernel        | a program is                         | computes                                                 |
 |---------------|--------------------------------------|----------------------------------------------------------|
@@ -40,6 +40,7 @@ from .triton_rows import (
     row_of,
     search_width,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["delta_rule"]
@@ -64,17 +65,17 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return the inverse Euclidean length of every row of a tile."""
+    """Return 1 / Euclidean length of every row of a tile."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @triton.jit
 def _inverse(below, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
-    """Return (1 + below)⁻¹ for a strictly lower triangular tile. Inverts blocks of size 2 first, and doubles the
-    size in each round.
+    """Return (1 + below)⁻¹ for a strictly lower triangular tile. Inverts diagonal blocks of size 2 first, and doubles
+    their size in each round.
 
-    This method is as stable as substitution. The power series of `below` is unstable if keys are similar to each
+    This method is as stable as substitution. The power series of `below` would be unstable if keys are similar to each
     other.
     """
     i = tl.arange(0, TOKENS)[:, None]
@@ -96,7 +97,7 @@ def solve_kernel(
     SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Compute u, w and the decays of one chunk and value head.
+    """Compute u = T (beta v), w = T (beta e k) and the summed decays `cum` of one chunk and value head.
 
     `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]. u and w are [tokens, heads, d].
     """
@@ -157,7 +158,8 @@ def state_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first state of every chunk and the last state of the row. Replaces u by the corrections."""
+    """Compute the first state of every chunk and the last state of the row. On entry, `u` has the results of
+    `solve_kernel`. On return, it has the corrections."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -252,7 +254,8 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """Load `lines` and `columns` of the inputs of one token. With `some`, also load the gates of the head."""
+    """Load the inputs of one token: rows `line` of q and k (below `lines`), and columns `column` of v (below
+    `columns`). If `some` is true, also load decay and beta. Returns query, key, value, decay and beta."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
@@ -269,11 +272,12 @@ def _token(
 
 @triton.jit
 def decode_kernel(
-    q, k, v, g, beta, out, states, starts, read, write, fresh,
+    q, k, v, g, beta, out, states, starts, read, write, fresh, stored,
     scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
     page_stride,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
-    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, INVARIANT: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STORED: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
@@ -299,6 +303,10 @@ def decode_kernel(
             q, k, v, g, beta, start, some, lines, columns, line, column,
             q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
         )  # fmt: skip
+    target = tl.load(write + row).to(tl.int64)
+    last = length
+    if STORED:
+        last = tl.load(stored + row).to(tl.int32)
     for at in range(length):
         token = start + at
         if INVARIANT:
@@ -330,9 +338,12 @@ def decode_kernel(
         tl.store(out + (token * heads + head) * DV + column, y.to(out.dtype.element_ty), mask=column < DV)
         if INVARIANT:
             s = s.to(states.dtype.element_ty).to(tl.float32)
-    target = tl.load(write + row).to(tl.int64)
-    if target > 0:
-        tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
+        if STORED:
+            now = inside & (target > 0) & (at + 1 == last)
+            tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=now)
+    if not STORED:
+        if target > 0:
+            tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
 
 invariant_kernel = batch_invariant_kernel(decode_kernel)
@@ -377,7 +388,7 @@ def delta_rule(
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
             g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
-            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exact_rounding(v) if rows.batch_invariant else {}),
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **stored_arguments(rows), **(exact_rounding(v) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

@@ -2,9 +2,10 @@
 
 """Common parts of the recurrent kernels: small functions, and the search for the row and pages of a program.
 
-A long call has one program per chunk of each row, but the host does not read the number of chunks. The chunks of
-row s start at index `starts[s] // CHUNK + s`. These indices are distinct and at most `tokens // CHUNK + sequences`.
-A program counts starts to find its row. The grid depends only on sizes, so a captured graph works for any lengths.
+A long call has one program per chunk of each row, but the host does not read the number of chunks. A place is the
+index of a chunk in the grid. The chunks of row s start at place `starts[s] // CHUNK + s`. Places are distinct and at
+most `tokens // CHUNK + sequences`. A program counts starts to find its row. The grid depends only on sizes, so a
+captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ __all__ = [
     "silu",
     "softplus",
     "start_page",
+    "stored_arguments",
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether Triton's interpreter runs the kernels. The interpreter multiplies the raw bits of bfloat16, so rounded values
-are converted back to float32."""
+"""Whether Triton's interpreter runs the kernels. The interpreter would multiply the raw bits of bfloat16. Rounded
+values are therefore converted back to float32."""
 
 
 @triton.jit
@@ -49,7 +51,8 @@ def row_of(starts, row):
 
 @triton.jit
 def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the row and the chunk that belong to index `place`. A chunk after the end of the row is empty."""
+    """Return the row of index `place`, and the number of the chunk in this row. A chunk after the end of the row is
+    empty."""
     index = tl.arange(0, SEARCH)
     begins = tl.load(starts + index, mask=index < sequences, other=0).to(tl.int32)
     before = (begins // CHUNK + index <= place) & (index < sequences)
@@ -125,7 +128,8 @@ def search_width(rows: StateRows) -> int:
 
 
 def row_arguments(rows: StateRows) -> dict[str, object]:
-    """Return the kernel arguments that describe the rows. Their types never change, so the kernel is compiled once."""
+    """Return the kernel arguments that describe the rows. Their types are always the same, so the kernel is compiled
+    only once."""
     if rows.batch_invariant:
         read = rows.read if rows.fresh is None else rows.read.masked_fill(rows.fresh != 0, 0)
         read, write = (part.to(torch.int64).contiguous() for part in (read, rows.write))
@@ -141,12 +145,19 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
     }
 
 
-def batch_invariant_kernel(kernel: Any) -> Any:
-    """Return the kernel for batch-invariant rows. It is compiled once per layer, for all sizes and alignments of a
-    call.
+def stored_arguments(rows: StateRows) -> dict[str, object]:
+    """Return the kernel arguments `stored` and STORED: after how many tokens of a row the kernel stores the state. Without
+    `StateRows.stored`, the kernel stores the state after the last token."""
+    stored = rows.starts if rows.stored is None else rows.stored
+    return {"stored": stored.contiguous(), "STORED": rows.stored is not None}
 
-    A kernel that is specialised for a size of 1 or an aligned address could sum in another order. The addresses of
-    the pages never change.
+
+def batch_invariant_kernel(kernel: Any) -> Any:
+    """Return a version of the kernel for batch-invariant rows. It is compiled once per layer, for all sizes and
+    alignments of a call.
+
+    Triton normally compiles special versions for a size of 1 and for aligned addresses. These could sum in another
+    order. The arguments of the pages may be specialised, because they never change.
     """
     varying = [
         name

@@ -3,8 +3,8 @@
 """Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, and time runs in a
 loop.
 
-If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows
-are also split into chunks in time, and each chunk is processed twice:
+If there are enough rows to fill the device, a program processes a whole row for a block of channels. If there are only
+a few long rows, they are also split into chunks in time. Each chunk is then processed twice:
 
     SUMMARY   every chunk from zeros             →  the chunk's last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last state
@@ -33,6 +33,7 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["linear_scan", "mamba1_scan"]
@@ -55,7 +56,7 @@ ENOUGH = 2048
 
 @triton.jit
 def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the rate of every channel and state as an exponent of 2."""
+    """Return the rate of every channel and state element, for use as an exponent of 2."""
     real = (column < channels)[:, None] & (n < N)[None, :]
     if LINEAR:
         rates = tl.where(real, LOG2E, 0.0)
@@ -66,7 +67,7 @@ def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
 
 @triton.jit
 def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr, GROUPED: tl.constexpr):
-    """Load b or c of one token: [1, n] for all channels, or [channels, n] if channels are grouped."""
+    """Load b or c of one token: [1, n] if all channels share it, or [channels, n] if channels are grouped."""
     if GROUPED:
         place = (column // per_group)[:, None] * group_stride + n[None, :]
         found = tl.load(b + offset + place, mask=real[:, None] & (n < N)[None, :], other=0.0)
@@ -78,13 +79,13 @@ def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr
 @triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x, dt, a, b, c, d, z, dt_bias, out, states, chunk_states, chunk_steps,
-    starts, read, write, fresh,
+    starts, read, write, fresh, stored,
     sequences, channels, per_group,
     x_stride, dt_stride, z_stride, out_stride, b_stride, b_group, c_stride, c_group, page_stride,
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, SEARCH: tl.constexpr,
     PHASE: tl.constexpr, LINEAR: tl.constexpr, GROUPED: tl.constexpr, SOFTPLUS: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, FRESH: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    STORED: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     if PHASE == WHOLE:
@@ -124,6 +125,7 @@ def scan_kernel(
         h = tl.zeros((CHANNELS, N_UP), tl.float32)
     steps = tl.zeros((CHANNELS,), tl.float32)
 
+    target = tl.load(write + row).to(tl.int64)
     # The next token is loaded while this one is computed, because only the state depends on the order.
     token = start + first
     some = column < tl.where(first < last, channels, 0)
@@ -159,9 +161,11 @@ def scan_kernel(
             tl.store(out + token * out_stride + column, y.to(out.dtype.element_ty), mask=real)
         if INVARIANT:
             h = h.to(states.dtype.element_ty).to(tl.float32)
+        if STORED:  # then PHASE is WHOLE
+            now = inside & (target > 0) & (at + 1 == tl.load(stored + row))
+            tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=now)
 
-    if PHASE == WHOLE:
-        target = tl.load(write + row).to(tl.int64)
+    if PHASE == WHOLE and not STORED:
         if target > 0:
             tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
     if PHASE == SUMMARY:
@@ -255,7 +259,12 @@ def _scan(
     width = max(16, elements // triton.next_power_of_2(size))
     width = min(width, 256, max(16, triton.next_power_of_2(channels)))
     blocks = triton.cdiv(channels, width)
-    cut = not rows.batch_invariant and rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
+    cut = (
+        not rows.steps
+        and not rows.batch_invariant
+        and rows.longest >= 2 * CHUNK
+        and rows.sequences * blocks < ENOUGH
+    )
     shape = {
         "N": size,
         "N_UP": triton.next_power_of_2(size),
@@ -307,6 +316,7 @@ def _scan(
             INVARIANT=rows.batch_invariant,
             num_warps=warps,
             **shape,
+            **stored_arguments(rows),
             **(exact_rounding(x) if rows.batch_invariant else {}),
         )
 

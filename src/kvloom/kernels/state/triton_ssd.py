@@ -34,6 +34,7 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
+    stored_arguments,
 )
 
 __all__ = ["mamba2_scan"]
@@ -62,9 +63,8 @@ def steps_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the steps and their summed decay. `steps` and `cum` are [heads, tokens], so that a chunk of one head is
-    contiguous.
-    """
+    """Compute the step of every token, and the log decays summed from the start of its chunk. `steps` and `cum` are
+    [heads, tokens], so that a chunk of one head is contiguous."""
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -193,9 +193,8 @@ def output_kernel(
 def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
-    """Load the inputs of one token: `width` inputs and `size` elements of the vectors. With `some`, also load the
-    step.
-    """
+    """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`). If
+    `some` is true, also load the step. Returns x, b, c and the step."""
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)
@@ -207,12 +206,12 @@ def _token(
 
 @triton.jit
 def decode_kernel(
-    x, dt, a, b, c, d, z, dt_bias, out, states, starts, read, write, fresh,
+    x, dt, a, b, c, d, z, dt_bias, out, states, starts, read, write, fresh, stored,
     heads, per_group, x_stride, x_head, z_stride, z_head, dt_stride, b_stride, b_group, c_stride, c_group,
     page_stride, low, high,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, WIDTH_UP: tl.constexpr, SIZE_UP: tl.constexpr, DT: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
-    FRESH: tl.constexpr, INVARIANT: tl.constexpr,
+    FRESH: tl.constexpr, STORED: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * WIDTH_UP + tl.arange(0, WIDTH_UP)
     n = tl.arange(0, SIZE_UP)
@@ -238,6 +237,10 @@ def decode_kernel(
         x_next, b_next, c_next, step_next = _token(
             x, b, c, dt, start, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT
         )
+    target = tl.load(write + row).to(tl.int64)
+    last = length
+    if STORED:
+        last = tl.load(stored + row).to(tl.int32)
     for at in range(length):
         token = start + at
         if INVARIANT:
@@ -267,9 +270,12 @@ def decode_kernel(
         tl.store(out + (token * heads + head) * WIDTH + p, y.to(out.dtype.element_ty), mask=p < WIDTH)
         if INVARIANT:
             h = h.to(states.dtype.element_ty).to(tl.float32)
-    target = tl.load(write + row).to(tl.int64)
-    if target > 0:
-        tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
+        if STORED:
+            now = inside & (target > 0) & (at + 1 == last)
+            tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=now)
+    if not STORED:
+        if target > 0:
+            tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
 
 invariant_kernel = batch_invariant_kernel(decode_kernel)
@@ -325,7 +331,7 @@ def mamba2_scan(
             heads=heads, z_stride=gate_strides[0], z_head=gate_strides[1], dt_stride=dt_stride,
             c_stride=c.stride(0), c_group=c.stride(1), page_stride=states.stride(0), low=low, high=high,
             WIDTH=width, SIZE=size, WIDTH_UP=width_up, SIZE_UP=size_up, SKIP=d is not None, GATE=z is not None,
-            INVARIANT=rows.batch_invariant, num_warps=DECODE_WARPS, **how, **strides, **known, **(exact_rounding(x) if rows.batch_invariant else {}),
+            INVARIANT=rows.batch_invariant, num_warps=DECODE_WARPS, **how, **strides, **known, **stored_arguments(rows), **(exact_rounding(x) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

@@ -13,8 +13,8 @@ torch, CUDA tensors in one Triton kernel.
 | rotary.cos, .sin | [tokens, pairs]              | any                        | see `Rotary`                      |
 | q, q_out         | [tokens, heads, d]           | any, unit in d             | without q_out, q is rotated in place |
 
-MLA latents are the same call with one head and no V: `write(pages, None, slots, latent, None)`, with `Rotary(…,
-tail=True)` if their last dims still need rotation.
+MLA latents use the same call with one head and no V: `write(pages, None, slots, latent, None)`. If the last dims of
+the latents still need rotation, pass `Rotary(…, tail=True)`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def write(
 ) -> None:
     """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
 
-    K and V are quantised for int8 and fp8 pages. With pages of scales, each token and head has its own scale (amax /
-    127 or amax / 448, float32), which is stored in the page. With static scales, values are clamped to the range.
-    Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference store the
-    same bytes. The call does not detect two tokens with one slot, or slots beyond the last page.
+    K and V are quantised for int8 and fp8 pages. If the scales are in pages, each token and head gets its own scale
+    (amax / 127 or amax / 448, float32), which the call stores in the page. With static scales, values are clamped to
+    the range. Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference
+    store the same bytes. The call does not detect two tokens with the same slot, or slots beyond the last page.
     """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):
@@ -120,7 +120,7 @@ def _check_rotary(rotary: Rotary, k: torch.Tensor, q: torch.Tensor | None) -> No
         )
     if not 0 < 2 * cos.shape[1] <= k.shape[2]:
         raise ValueError(
-            f"{cos.shape[1]} pairs turn {2 * cos.shape[1]} dims, but a head of k has {k.shape[2]}"
+            f"{cos.shape[1]} pairs turn {2 * cos.shape[1]} dims, but a head of k has only {k.shape[2]}"
         )
     if rotary.form not in ("halves", "pairs", "unpaired"):
         raise ValueError(f"unknown rotary form {rotary.form!r}; known: halves, pairs, unpaired")

@@ -25,7 +25,7 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | x[2i], x[2i + 1]    | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Results are computed in
+    The n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Results are computed in
     float32 (float64 for float64 inputs) and rounded once to the input's dtype. With `rounded`, products are also
     rounded before they are added, as in modeling code.
     """
@@ -45,8 +45,8 @@ class Rotary:
         tail: bool = False,
         repeated: Literal["halves", "pairs"] = "halves",
     ) -> Rotary:
-        """Build a rotation from tables [..., tokens, 2n] that contain every angle twice. The two copies are n
-        columns apart, or adjacent (Cohere). Copies nothing.
+        """Build a rotation from tables [..., tokens, 2n] that contain every angle twice. With `repeated="halves"` the
+        two copies are n columns apart, with "pairs" they are adjacent (Cohere). Copies nothing.
 
         M-RoPE tables have this form. For complex tables use `Rotary(f.real, f.imag, "pairs")`.
         """

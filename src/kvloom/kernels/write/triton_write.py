@@ -86,7 +86,8 @@ def _rotate(
 
 @triton.jit
 def _stored(x, inverse, pages, MOST: tl.constexpr):
-    """Return the values as the page stores them. They are quantised unless MOST is 0."""
+    """Return the values as the page stores them. If MOST is 0 they are only converted, otherwise quantised with the
+    inverse scale `inverse`."""
     if MOST > 0:
         x = x * inverse[:, None]
         x = tl.minimum(tl.maximum(x, -MOST), MOST)

@@ -20,7 +20,8 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm of a module. Its weight is read at each call. `gemma` has the same meaning as in `fused.NormForm`."""
+    """A norm module and its parameters. A call applies the norm with the current weight of the module. `gemma` has the
+    same meaning as in `fused.NormForm`."""
 
     module: Any
     eps: float
@@ -31,7 +32,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The new forward of a decoder layer. `own` is the previous forward."""
+    """The new forward of a decoder layer. If it does not support a call, the previous forward (`own`) runs."""
 
     def __init__(
         self,

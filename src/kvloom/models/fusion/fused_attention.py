@@ -1,11 +1,11 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys
-also rotates keys and queries. In prompts of models with q and k norms, one launch normalises and rotates, which
-saves memory traffic.
+On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys also
+rotates keys and queries. Models with q and k norms save memory traffic in prompts, because one launch normalises and
+rotates.
 
 Modules are selected by a test, not by family name. Each module runs on random input with pages that record their
-calls. If the fused forward gives other calls or results, the module is not changed.
+calls. If the fused forward makes other calls or gives other results, the module is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _RecordingPages:
-    """A stand-in for the pages. Records q, k and v, and returns a tensor that depends on q."""
+    """A stand-in for the pages in the test of a fused forward. Records q, k and v, and returns a tensor that depends
+    on q."""
 
     def __init__(self, is_replaying: bool) -> None:
         self.is_replaying = is_replaying
@@ -67,7 +68,8 @@ class _RecordingPages:
 
 
 class FusedAttention:
-    """The fused forward of an attention module on a CPU."""
+    """The fused forward of an attention module on a CPU. If it does not support a call, the module's own forward
+    runs."""
 
     def __init__(
         self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, scale: float
@@ -79,7 +81,7 @@ class FusedAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether q, k and v are plain matrix products of the hidden states, without norms."""
+        """Whether q, k and v are plain matrix products of the hidden states, without bias and norms."""
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -95,11 +97,12 @@ class FusedAttention:
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
 
     def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Return whether this forward supports a step on these pages."""
+        """Return whether this forward can compute a step on these pages with these rotary angles."""
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v as one tensor [tokens, heads, dim], in which they are adjacent."""
+        """Return q, k and v of all tokens as one tensor [tokens, heads, dim]: first the heads of q, then of k, then of
+        v."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
@@ -129,9 +132,8 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The fused forward of an attention module on a GPU. In a replayed step of single tokens, the launch that
-    writes keys also rotates them. In other steps, the launch that normalises also rotates.
-    """
+    """The fused forward of an attention module on a GPU. In a replayed step, the launch that writes
+    keys also rotates keys and queries. In other steps, the launch that normalises q and k also rotates them."""
 
     def __init__(self, module: Any, *given: Any) -> None:
         super().__init__(module, *given)
@@ -170,7 +172,7 @@ class GpuFusedAttention(FusedAttention):
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """Return [tokens, heads, dim] in the layout of modeling code: [1, heads, tokens, dim]."""
+    """View [tokens, heads, dim] in the layout of modeling code: [1, heads, tokens, dim]."""
     return x.transpose(0, 1)[None]
 
 
@@ -266,7 +268,7 @@ def _same(a: RecordedCall, b: RecordedCall) -> bool:
 
 
 def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor over several tensors that are adjacent in memory, or None if they are not adjacent."""
+    """Return one tensor that covers several tensors without a copy. Return None if they are not adjacent in memory."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous():

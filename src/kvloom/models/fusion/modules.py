@@ -1,5 +1,5 @@
-"""Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after
-the model was prepared for pages.
+"""Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after the
+model was prepared for pages.
 
 | found in a model                      | replaced by                                               |
 |---------------------------------------|-----------------------------------------------------------|
@@ -14,9 +14,9 @@ the model was prepared for pages.
 |                                       | prompts by the launch that norms q and k                  |
 | experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
 
-Modules are selected by a test, not by family name. Each replacement is first compared on random input, and a module
-with different results is not changed. Weights are joined in one tensor, and the weights of the modules become views
-of it. A fused decoder layer overwrites its input.
+Modules are selected by a test, not by family name. Each replacement is first compared with the module on random input.
+A module with different results is not changed. Weights are joined in one tensor, and the weights of the modules become
+views of that tensor. A fused decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ __all__ = ["fuse"]
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
     """Fuse every module that can be fused. Return the number of fused modules by kind. The call can be repeated. The
-    model must be on its device. `limit` must be above every position that the model will get. If `limit` is 0, the
-    positions are unknown, and there is no rotary cache."""
+    model must be on its device.
+
+    All positions that the model will get must be below `limit`. If `limit` is 0, they are unknown, and rotary
+    embeddings are not replaced.
+    """
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
@@ -82,7 +85,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 
 def _fuse_head(model: Any) -> None:
-    """On a CPU, make the model's head multiply small numbers of rows without BLAS."""
+    """On a CPU, let the model's output matrix use `linear`, which is faster than BLAS for a few rows."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
         vars(head).setdefault("forward", lambda x: linear(x, head.weight))
@@ -147,7 +150,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 class _FusedMLP:
-    """The fused forward of a gated MLP. With `into`, the result is added to that tensor."""
+    """The fused forward of a gated MLP. If `into` is given, the result is added to that tensor."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         self._joined, self._bias = _join(gate, up)
@@ -191,9 +194,12 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. With `posts`,
-    each addend is normalised first. The last launch also computes the norm `after`, which is the first norm of the next
-    layer. The result of this norm is stored as an attribute of x, so it is freed with x."""
+    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. With
+    `posts`, attention and MLP outputs are normalised before they are added.
+
+    With `posts`, the last launch also computes the norm `after`, which is the first norm of the next layer. The result
+    is stored as an attribute of x, so it is freed with x.
+    """
 
     def __init__(
         self,
@@ -230,13 +236,12 @@ class _FusedDecoderLayer:
 
 
 NORMED_ATTRIBUTE = "_kvloom_normed"
-"""Name of the attribute of hidden states that contains a norm and its result."""
+"""Name of the attribute of hidden states that contains (norm, result of this norm)."""
 
 
 def _link_layers(layers: nn.ModuleList) -> None:
-    """Store in each layer the first norm of the next layer. Skips layers with hooks, because a hook may change the
-    hidden states.
-    """
+    """Store in each layer the first norm of the next layer (`after`). Skips layers with hooks, because a hook may
+    change the hidden states between the layers."""
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
         if (
@@ -281,9 +286,8 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """Return a version of the layer with fewer calls, if the layer is on a CPU and all its parts are plain.
-    Otherwise return the layer.
-    """
+    """Return a `CpuDecoderLayer` for the layer, if the layer is on a CPU and all its parts are plain. Otherwise return
+    the layer."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
         return layer
@@ -297,7 +301,8 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer computes the same result as `found` for any attention module."""
+    """Return whether a layer computes the same result as `found`. A stand-in replaces the attention of both, because
+    only the rest of the layer is compared."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:

@@ -1,7 +1,7 @@
 """Reads cos and sin of rotary embeddings from a table, which saves launches on a GPU.
 
-The module itself computes the table, and a step gathers rows from it. If the angles of a module depend on more than
-position and layer kind, the module is not changed.
+The rotary embedding itself computes the table, and a step gathers rows from it. If the angles depend on more than
+position and layer kind, the embedding is not replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RotaryCache:
     of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the arguments of a call other than positions. The table of each kind has 2 * head dim * limit
-        numbers."""
+        """`kinds` are the possible other arguments of a call (layer kinds). Each kind has one table of 2 * head dim *
+        limit numbers. `like` sets dtype and device."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 

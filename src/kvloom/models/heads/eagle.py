@@ -4,7 +4,7 @@
     x = h of token n - 1 + attention(concat(norm(embedding of token n), norm(h of token n - 1)))
     x = x + mlp(norm(x))      logits = output matrix(norm(x))
 
-x is the head's own hidden state. It replaces h for tokens that the target has not computed.
+x is the head's own hidden state. For tokens that the target has not computed, x takes the place of h.
 
 | in the folder                        | meaning                                                                    |
 |--------------------------------------|----------------------------------------------------------------------------|
@@ -69,7 +69,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(Head):
-    """An EAGLE-3 head. `after` are the numbers of target layers after which hidden states are read."""
+    """An EAGLE-3 head. `after` contains numbers of target layers. Hidden states are read after this many layers."""
 
     target_ids: torch.Tensor | None
     """The target's id of each token in the draft vocabulary. None if the vocabularies are the same."""
@@ -102,8 +102,8 @@ class EagleHead(Head):
 
 
 def new_eagle_head(fields: dict[str, Any], target: Any, vocabulary: int) -> EagleHead:
-    """Return a head with random weights on the CPU. `fields` are those of its config. `vocabulary` is the number of
-    tokens that it can propose."""
+    """Return a head with random weights on the CPU. `fields` are the fields of its config. `vocabulary` is the number
+    of tokens that the head can propose."""
     text, weight = target.config.get_text_config(), target.get_output_embeddings().weight
     model = _one_layer_model(fields, text, vocabulary, weight.dtype)
     return EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), len(weight))
@@ -180,7 +180,8 @@ def _one_layer_model(fields: dict[str, Any], text: Any, vocabulary: int, dtype: 
 
 
 def _layer_counts(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return the numbers of target layers after which hidden states are read, sorted."""
+    """Return after how many layers of the target hidden states are read, sorted. Raises ModelError for an invalid
+    number."""
     within = (fields.get("eagle_config") or {}).get(LAYER_IDS)
     counts = fields.get(LAYER_IDS) or (within and [last + 1 for last in within])
     counts = counts or [2, layers // 2, layers - 3]

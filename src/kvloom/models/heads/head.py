@@ -3,8 +3,8 @@
     input of token n    its embedding, and the hidden state of token n - 1
     output              logits of token n + 1, and the head's own hidden state of token n
 
-The target's hidden states are exact. For a token that the target has not computed, the head uses its own hidden
-state.
+If the target has computed token n - 1, the head uses the target's hidden state, which is exact. Otherwise it uses its
+own hidden state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 __all__ = ["Head", "States", "collect_outputs", "own_or_shared"]
 
 States = Callable[[], torch.Tensor]
-"""Returns the hidden states [tokens, size] of a run that has ended."""
+"""A function that returns the hidden states [tokens, size] of a run. Call it after the run."""
 
 
 class Head(nn.Module, ABC):
@@ -35,25 +35,28 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def join(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the input of the layer from token ids and the hidden states of the tokens before."""
+        """Return the input of the layer. `tokens` are token ids, and `before` are the hidden states of the tokens
+        before them."""
 
     @abstractmethod
     def target_states(self, decoder: Any) -> AbstractContextManager[States]:
-        """A context that collects the target's hidden states in a run."""
+        """A context in which the target runs once. Yields a function that returns the target's hidden states after the
+        run."""
 
     @abstractmethod
     def own_states(self) -> AbstractContextManager[States]:
-        """A context that collects the head's own hidden states in a run."""
+        """A context in which the head runs once. Yields a function that returns the head's own hidden states after the
+        run."""
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's vocabulary."""
+        """Return the logits for the target's vocabulary, from logits of the draft vocabulary."""
         return logits
 
 
 @contextmanager
 def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[list[torch.Tensor]]:
-    """A context that collects the outputs of `modules` for one packed row, each [tokens, size]. With `copies`,
-    outputs are copied, so later modules may overwrite the originals."""
+    """A context that collects the outputs of `modules` in a list. Each output belongs to one packed row and is
+    [tokens, size]. With `copies`, outputs are copied, because later modules may overwrite them."""
     found: list[torch.Tensor] = []
 
     def collect(_: Any, __: Any, output: Any) -> None:
@@ -69,8 +72,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return `module`, which has a matrix of the target. If the head has a matrix `own` that differs from it, return a
-    copy of the module with `own`."""
+    """Return `module`, which is shared with the target, if the head has no other matrix. If the head has a matrix
+    `own` that differs, return a copy of the module with `own`."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

@@ -49,7 +49,7 @@ _NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "state_norm",
     "mtp.norm.weight": "model.norm.weight",
 }
-"""Our names of a head's weights. Other weights belong to its decoder layer."""
+"""Our name of each weight of a head. Weights that are not listed belong to the head's decoder layer."""
 _NEEDED = ("projection", "embedding_norm", "state_norm", "model.norm.weight")
 
 
@@ -127,7 +127,8 @@ def load_mtp_head(target: Any) -> MTPHead:
 
 
 def _renamed(key: str, layers: int) -> str | None:
-    """Return the name of a head's weight in our modules, or None for other weights."""
+    """Return the name of a checkpoint's weight in our modules, or None if the weight does not belong to the head.
+    `layers` is the number of layers of the target."""
     own = f"model.layers.{layers}."
     if key.startswith("mtp."):
         if key in _NAMES:
@@ -142,8 +143,8 @@ def _renamed(key: str, layers: int) -> str | None:
 
 
 def _layer_config(config: Any) -> Any:
-    """Return the config of a model with one layer. Its vocabulary size is a placeholder until the matrices of the
-    target are shared."""
+    """Return the config of a model with one layer like those of the target. Its vocabulary size is a placeholder,
+    because the embeddings and the output matrix of the target are shared later."""
     if getattr(config, "quantization_config", None):
         raise ModelError("speculate mtp does not support quantised weights: use a checkpoint in bfloat16")
     config = copy.deepcopy(config)
@@ -155,7 +156,7 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Set the fields with which the families select experts or a dense MLP for the layer."""
+    """Set the config fields by which each family chooses experts or a dense MLP for the layer."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

@@ -5,15 +5,17 @@ read.
 can run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
 """
 
-from .fingerprint import model_fingerprint
-from .loader import LoadFormat, choose_device, load, progress_bars, refusal, transformers_config
+from .fingerprint import model_fingerprint, vision_fingerprint
+from .loader import LoadFormat, choose_device, load, load_vision, progress_bars, refusal, transformers_config
 
 __all__ = [
     "LoadFormat",
     "choose_device",
     "load",
+    "load_vision",
     "model_fingerprint",
     "progress_bars",
     "refusal",
     "transformers_config",
+    "vision_fingerprint",
 ]

@@ -6,12 +6,13 @@ A fingerprint covers the config, and the name, shape, dtype and 64 values of eve
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
-__all__ = ["model_fingerprint"]
+__all__ = ["model_fingerprint", "vision_fingerprint"]
 
 SAMPLES = 64
 _IRRELEVANT_FIELDS = (
@@ -23,15 +24,29 @@ _IRRELEVANT_FIELDS = (
     "use_cache",
 )
 """Config fields that do not change results, or whose effect is part of the weights."""
+_TEXT_PARTS = {"language_model", "lm_head"}
+"""Modules of a multimodal model that process text only."""
 
 
 def model_fingerprint(model: Any) -> str:
     """Return the fingerprint, which has 32 characters. Call this function before weights are fused. Takes some
     milliseconds on a GPU."""
-    digest = blake2b(digest_size=16, person=b"kvloom.weights")
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT_FIELDS}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    return _fingerprint(model.config, [*model.named_parameters(), *model.named_buffers()], _IRRELEVANT_FIELDS)
+
+
+def vision_fingerprint(model: Any) -> str:
+    """Return the fingerprint of a model's image part, which has 32 characters. Models with equal image parts and
+    different text parts have the same one.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    parts = [one for one in tensors if not _TEXT_PARTS & set(one[0].split("."))]
+    return _fingerprint(model.config, parts, (*_IRRELEVANT_FIELDS, "text_config", "tie_word_embeddings"))
+
+
+def _fingerprint(config: Any, tensors: Iterable[tuple[str, torch.Tensor]], ignored: tuple[str, ...]) -> str:
+    digest = blake2b(digest_size=16, person=b"kvloom.weights")
+    fields = {k: v for k, v in config.to_dict().items() if k not in ignored}
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     taken = []
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -25,7 +25,15 @@ from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
 
-__all__ = ["LoadFormat", "choose_device", "load", "progress_bars", "refusal", "transformers_config"]
+__all__ = [
+    "LoadFormat",
+    "choose_device",
+    "load",
+    "load_vision",
+    "progress_bars",
+    "refusal",
+    "transformers_config",
+]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -63,8 +71,47 @@ def load(
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
-    checks precede the reading of weights.
+    checks run before any weight is read.
     """
+    where, config, kind = _checked_config(model, dtype, device, load_format)
+    with progress_bars(progress):
+        if load_format == "random":
+            loaded = _random(config, kind, where, seed)
+        else:
+            loaded = _weights(model, config, kind, where)
+    prepare(loaded)
+    return loaded.eval().requires_grad_(False), _tokenizer(model)
+
+
+def load_vision(
+    model: str,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    load_format: LoadFormat = "auto",
+    progress: bool = False,
+) -> Any:
+    """Return a model on `device` that can only encode images: the layers of its text part are not loaded. The
+    arguments are those of `load`. Raises ModelError if the model takes no images.
+    """
+    where, config, kind = _checked_config(model, dtype, device, load_format)
+    if config.model_type not in VISION_FAMILIES:
+        raise ModelError(
+            f"{model}: model type {config.model_type!r} takes no images; the families that do: "
+            f"{', '.join(sorted(VISION_FAMILIES))}"
+        )
+    with progress_bars(progress):
+        if load_format == "random":  # random numbers are drawn for all weights in order
+            loaded = _random(config, kind, where, seed=0)
+        else:
+            loaded = _weights(model, _without_text_layers(config), kind, where)
+    _drop_text(loaded)
+    return loaded.eval().requires_grad_(False)
+
+
+def _checked_config(
+    model: str, dtype: torch.dtype | str, device: torch.device | str | None, load_format: LoadFormat
+) -> tuple[torch.device, Any, torch.dtype]:
+    """Return device, config and dtype of a model. Raises ModelError if a file is missing or the model cannot run."""
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
     where = choose_device(device)
@@ -75,14 +122,31 @@ def load(
     if reason is not None:
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
-    kind = _dtype(own if dtype == "auto" else dtype)
-    with progress_bars(progress):
-        if load_format == "random":
-            loaded = _random(config, kind, where, seed)
-        else:
-            loaded = _weights(model, config, kind, where)
-    prepare(loaded)
-    return loaded.eval().requires_grad_(False), _tokenizer(model)
+    return where, config, _dtype(own if dtype == "auto" else dtype)
+
+
+def _without_text_layers(config: Any) -> Any:
+    """Return a copy of a config whose text part has no layers. Loading then skips their weights."""
+    reduced = copy.deepcopy(config)
+    text = reduced.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return reduced
+
+
+def _drop_text(model: Any) -> None:
+    """Delete the weights that only text needs. The input embeddings keep one row, which states dtype and width."""
+    text = model.base_model.language_model
+    for name, module in text.named_modules():
+        if isinstance(module, nn.ModuleList) and name.endswith("layers"):
+            del module[:]
+    weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(
+        nn.Embedding(1, weight.shape[1], device=weight.device, dtype=weight.dtype).requires_grad_(False)
+    )
+    if hasattr(model, "lm_head"):
+        del model.lm_head
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
@@ -157,7 +221,8 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class that runs a config as a language model, and the part of the config for that class."""
+    """Return the class with which transformers runs a config as a language model, and the part of the config for that
+    class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -171,7 +236,9 @@ def _class(config: Any) -> tuple[Any, Any]:
     if made_as and cls.__name__ not in made_as and not any(name.endswith(_LANGUAGE) for name in made_as):
         raise ModelError(f"the checkpoint is a {', '.join(made_as)}, not a causal language model")
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{cls.__name__} is half of an encoder and a decoder; models of text alone run here")
+        raise ModelError(
+            f"{cls.__name__} is half of an encoder and a decoder: use a decoder-only language model"
+        )
     text_alone = cls.config_class == config.sub_configs.get("text_config")
     return cls, config.get_text_config() if text_alone else config
 
@@ -240,8 +307,8 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Fill the weights with random numbers on their device. Afterwards transformers initialises norms, biases,
-    rates and rotary tables."""
+    """Return a model with random weights, filled directly on the device. Afterwards transformers initialises norms,
+    biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)

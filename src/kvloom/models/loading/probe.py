@@ -1,10 +1,9 @@
-"""Runs a model's code without its weights. Checks that its layers write and read the data that their specs
-describe.
+"""Runs a model's code without its weights. Checks that its layers write and read the data that their specs describe.
 
-The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
-replaces the cache and the attention function and records the calls. This detects unsupported architectures before
-any weight is read. Examples are models that never call the attention registry, use their own mask, or store other
-data than their config states. The probe checks calls and shapes, not values.
+The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache` replaces
+the cache and the attention function and records the calls. This detects unsupported architectures before any weight is
+read. Examples are models that never call the attention registry, that use their own mask, or that store other data
+than their config states. The probe checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class RecordingCache(EmptyCache):
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
-        """Whether the model applies windows by masks, which a probed model does not get."""
+        """Whether the model applies windows by masks. A probed model gets no masks, so its windows cannot be
+        compared."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -82,7 +82,7 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
     ModelError with the reason if the model cannot run on pages. Modifies the model's config. Takes about 10 ms per
     layer.
 
-    `layers` returns the specs, and is called after the run.
+    `layers` is a function that returns the specs. It is called after the run.
     """
     cache = _record_run(model)
     if not cache.attended and not cache.states:

@@ -15,7 +15,7 @@
 """
 
 from .attention import ATTENTION, IGNORED, attend, install
-from .batch import Batch, BatchBuilder, Work
+from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
 from .family_exceptions import calls_registry, prepare, refusal_reason
 from .hidden_states import HiddenStates, hidden_states_field
@@ -25,6 +25,7 @@ from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales
 
 __all__ = [
     "ATTENTION",
+    "DRAFT_STEP_TOKENS",
     "EMBEDDINGS",
     "IGNORED",
     "Batch",

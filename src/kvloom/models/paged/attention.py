@@ -3,10 +3,10 @@
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
     here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-`attend` both writes and reads. A compiler sees one opaque operation (`kvloom::attend`), which finds its pages by a
-number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
-tokens ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
-layers that attend to images. Architectures that never call the attention registry are refused by name.
+`attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages by
+a number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
+tokens ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles layers
+that attend to images. Architectures that never call the attention registry are refused by name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ IGNORED = frozenset(
         *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )
-"""Keywords of attention calls that may be ignored: they repeat the batch or the layer spec, or have no effect at
-inference.
-"""
+"""Keywords of attention calls that may be ignored. They repeat the batch or the layer spec, or have no effect at
+inference."""
 
 
 @torch.library.custom_op("kvloom::attend", mutates_args=())
@@ -51,9 +50,12 @@ def _operation(
     sinks: torch.Tensor | None,
     latent_values: int,
 ) -> torch.Tensor:
-    """`Pages.attend` as one operation in the graph of a compiler. The operation modifies the pool, which is not part of
-    the graph. The order of operations is still correct: an operation reads its own writes, and its queries depend on
-    the results of earlier operations."""
+    """`Pages.attend` as one operation in the graph of a compiler.
+
+    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order: each
+    operation reads only what it wrote itself or what earlier steps wrote, and its queries depend on the results of
+    earlier operations.
+    """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 
@@ -104,9 +106,8 @@ def attend(
 
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
-    """Call the custom operation while a compiler traces. Otherwise call `attend` directly, because the dispatcher
-    costs more than the call.
-    """
+    """Run `Pages.attend`. While a compiler traces, call the custom operation. Otherwise call the method directly,
+    because torch's dispatcher costs more than the call."""
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
         return out

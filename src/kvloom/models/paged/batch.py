@@ -24,9 +24,10 @@ from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
 from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "BatchBuilder", "ColdRows", "Work"]
+__all__ = ["DRAFT_STEP_TOKENS", "Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
 
 
 class Work(NamedTuple):
@@ -35,12 +36,14 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of first tokens that are already computed and end at the sequence's length. Recurrent
-      layers compute them again, because the states end before them. With `rewrites`, their K and V are also written
-      again, because a draft model may lack them.
-    - `drafts`: the number of last tokens that are a draft. Recurrent layers do not store a state for them.
-    - `skipped`: the number of tokens between the sequence's length and the first token. A draft model has already
-      computed them as a draft."""
+    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length includes
+      them. Only recurrent layers compute them again, because their states do not cover these tokens yet. With `rewrites`,
+      their K and V are also written again, because a draft model may lack them.
+    - `drafts`: the number of tokens at the end of `tokens` that are a draft. Recurrent layers do not store a state for
+      them.
+    - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
+      computed them as a draft.
+    """
 
     sequence: Sequence
     tokens: Ints
@@ -64,8 +67,9 @@ class ColdRows:
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
-    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
-    | sizes         | lengths without cold tokens, on the host                                                     |
+    | tables[group] | page ids in the pool [runs, rows, blocks]; each row begins with its first block that is not  |
+    |               | cold                                                                                         |
+    | sizes         | lengths of the rows without cold tokens, on the host                                         |
     | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
     """
 
@@ -85,14 +89,17 @@ class Batch:
     | pages[group], places  | the two parts of a slot                                                              |
     | last                  | index of each row's last token                                                       |
     | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
-    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: every row then has one token  |
+    | replayed              | one CUDA graph computes the step                                                     |
+    | bounds, sizes         | starts and lengths on the host; invalid if `replayed`: only the device has them      |
     | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
     | embeds                | embeddings in place of `tokens`, if the step has images                              |
-    | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
+    | spans                 | image id of each token; tokens of one image see each other in both directions        |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
     | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
-    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
+    | drafts                | number of draft tokens at the end of each row; empty if no row has any               |
+    | longest               | if `replayed`: largest number of tokens of a row                                     |
+    | stored                | if `longest` > 1: tokens of each row after which recurrent layers store their state  |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -118,13 +125,15 @@ class Batch:
     seen: VisibleImages | None = None
     cold: ColdRows | None = None
     drafts: tuple[int, ...] = ()
+    longest: int = 1
+    stored: torch.Tensor | None = None
     replays: bool = False
-    """Whether some tokens are already computed, and only recurrent layers compute them again."""
+    """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The row of each token, and the number of tokens that it sees. None unless each row consists of one token and
-        its drafts."""
+        """The row of each token, and the number of tokens that it sees. None unless each row consists of one new token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -135,8 +144,11 @@ class Batch:
         return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
 
 
+DRAFT_STEP_TOKENS = 256
+"""Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
-"""Source of a token that is already computed. Its K and V are written to page 0."""
+"""Source of a token that is already computed. Its K and V must not be written again, so they go to page 0, which no
+sequence uses."""
 
 
 @dataclass(slots=True)
@@ -153,6 +165,7 @@ class _StepNumbers:
     starts: Ints
     states: npt.NDArray[np.int32]
     shifts: Ints
+    stored: Ints
     fresh: tuple[bool, ...] = field(default=())
     drafts: tuple[int, ...] = field(default=())
 
@@ -169,13 +182,14 @@ class _StepNumbers:
             np.concatenate((self.starts, other.starts[1:] + tokens)),
             np.concatenate((self.states, other.states), 1),
             np.concatenate((self.shifts, other.shifts)),
+            np.concatenate((self.stored, other.stored)),
         )
 
     @property
     def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
         return (
             *(self.tokens, self.positions, self.source, self.row_of),
-            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts, self.stored),
         )
 
 
@@ -183,9 +197,9 @@ class BatchBuilder:
     """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
     rows.
 
-    A step must be launched before the next one is built. Building waits if the device is two steps behind.
-    `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states
-    that images shift rotary positions.
+    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
+    states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
+    used. `shifted` states that images shift rotary positions.
     """
 
     def __init__(
@@ -208,7 +222,7 @@ class BatchBuilder:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
-        most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
+        most = 4 * tokens + (5 + width + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
         most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
@@ -216,10 +230,11 @@ class BatchBuilder:
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
+        self._padding: dict[int, Ids] = {}  # numbers of padding rows, by the size of a step with drafts
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. They are needed
-        if a work uses one of these tokens."""
+        """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
+        needed only if the `source` of a work refers to one of them."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -255,22 +270,65 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
-        the last padding row gets all remaining tokens.
-        """
+        """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding rows
+        fill the batch up to `rows`. The last padding row gets all remaining tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
             np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
+            np.ones(spare if self._states else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
+    def send_drafted(self, works: Many[Work], size: int) -> None:
+        """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`. The
+        upload includes the changed entries of block tables. Each remaining token is a padding row."""
+        block = self._padding.get(size)
+        if block is None:
+            block = self._padding[size] = self._drafted_padding(size)
+        if works:
+            block = block.copy()
+            numbers = self._numbers(works)
+            used, count = len(numbers.tokens), len(works)
+            of_tokens, of_rows, starts = self._drafted_parts(block, size)
+            of_tokens[:, :used] = numbers.tokens, numbers.positions, numbers.source, numbers.row_of
+            of_tokens[3, used:] = np.arange(count, count + size - used)
+            starts[:count] = numbers.starts[:-1]
+            starts[count:] = np.minimum(np.arange(used, used + size - count + 1), size)
+            patched, pages = self._patches(numbers.rows)
+            of_rows[:3, :count] = numbers.rows, numbers.lengths, patched
+            at = 3 + len(pages)
+            of_rows[3:at, :count] = pages
+            if self._states:
+                of_rows[at : at + self._states, :count] = numbers.states
+                of_rows[at + self._states, :count] = numbers.stored
+            if self._shifted:
+                of_rows[-1, :count] = numbers.shifts
+        self._copy(block)
+
+    def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids]:
+        """Return the parts of the numbers of `drafted(size)`: those of tokens, those of rows, and the starts."""
+        at = 4 * size
+        return block[:at].reshape(4, size), block[at : -size - 1].reshape(-1, size), block[-size - 1 :]
+
+    def _drafted_padding(self, size: int) -> Ids:
+        """Return the numbers of `drafted(size)` for padding rows only."""
+        width, states = len(self._tables), self._states
+        fields = 4 + 3 + width + (states + 1 if states else 0) + self._shifted
+        block = np.zeros(fields * size + size + 1, np.int32)
+        of_tokens, of_rows, starts = self._drafted_parts(block, size)
+        of_tokens[2], of_tokens[3] = -1, np.arange(size)
+        of_rows[0], of_rows[2] = self._tables.shape[1] - 1, -1
+        if states:
+            of_rows[3 + width + states] = 1
+        starts[:] = np.arange(size + 1)
+        return block
+
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and the changed block
-        table entries.
-        """
+        """Upload a step of single tokens, for a replay of the graph that was captured with `replayed(rows)`. The
+        upload includes padding rows and the changed entries of block tables."""
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -289,9 +347,8 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of a replayed step with `rows` single tokens. Every replay computes the batch from the
-        last `send_singles`.
-        """
+        """Return the batch with which a graph for `rows` single tokens is captured. Every replay computes the batch
+        from the numbers of the last `send_singles`."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -314,14 +371,37 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes the batch from the
-        last `send`.
-
-        The `bounds` and `sizes` of the batch are placeholders.
-        """
+        """Return the batch with which a graph for up to `tokens` tokens is captured. Every replay computes the batch
+        from the numbers of the last `send`. `bounds` and `sizes` of the batch are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
+
+    def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
+        """Return the batch with which a graph for `tokens` tokens in rows with drafts is captured. A row has at most
+        `longest` tokens. The batch has as many rows as tokens. Every replay computes the batch from the numbers of the
+        last `send_drafted`."""
+        width, sequences, blocks = self._tables.shape
+        states, sent = self._states, self._sent
+        fields = 3 + width + (states + 1 if states else 0) + self._shifted
+        ids, positions, source, row_of = sent[: 4 * tokens].view(4, tokens)
+        of_rows, starts = torch.split(
+            sent[4 * tokens : (5 + fields) * tokens + 1], [fields * tokens, tokens + 1]
+        )
+        of_rows = of_rows.view(fields, tokens)
+        of, lengths, patched = of_rows[:3]
+        at = 3 + width
+        if width:  # a row without a new block writes page 0 to the table of padding rows
+            is_new = patched >= 0
+            place = torch.where(is_new, of * blocks + patched, (sequences - 1) * blocks)
+            self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
+        stored = of_rows[at + states] if states else of_rows[:0]
+        shifts = of_rows[-1] if self._shifted else of_rows[:0]
+        pages_of_states = of_rows[at : at + states]
+        numbers = (ids, positions, source, row_of, of, lengths, starts, pages_of_states, shifts, stored)
+        bounds = tuple(range(tokens + 1))
+        batch = self._gather(numbers, blocks, chosen, (False,) * tokens, bounds, (0,) * tokens)
+        return replace(batch, replayed=True, longest=longest)
 
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
         if not works:
@@ -356,6 +436,7 @@ class BatchBuilder:
             starts,
             block_tables.states[:, rows],
             self._shifts(works),
+            counts - np.array(drafts) if self._states else np.zeros(0, np.int64),
             tuple((block_tables.state_length[rows] == 0).tolist()),
             drafts if any(drafts) else (),
         )
@@ -385,8 +466,8 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and the pages of this block. If a row has more than one new
-        block, its table is uploaded immediately."""
+        """Return the new block of each row (-1 for none) and the page ids of this block. If more than one block of a
+        row has changed, its table is uploaded here instead."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -397,7 +478,7 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some rows. The upload of each row starts at its block in `first`."""
+        """Upload the block tables of some rows. `first` is the first block to upload, for each row."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -414,8 +495,8 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """Return the batch without device tables, computed in numpy. A numpy call takes a third of the time of a
-        torch call."""
+        """Return the batch for a device that uses the cache's own block tables (a CPU). Computed in numpy, because a
+        numpy call takes a third of the time of a torch call."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
@@ -459,10 +540,23 @@ class BatchBuilder:
         """Return the batch, computed on the device from the uploaded numbers."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
-        parts.append(rows if self._shifted else 0)
-        ids, positions, source, row_of, of, lengths, starts, states, shifts = torch.split(
-            self._sent[: sum(parts)], parts
-        )
+        parts += [rows if self._shifted else 0, rows if self._states else 0]
+        numbers = torch.split(self._sent[: sum(parts)], parts)
+        return self._gather(numbers, blocks, chosen, fresh, bounds, sizes)
+
+    def _gather(
+        self,
+        numbers: Many[torch.Tensor],
+        blocks: int,
+        chosen: torch.Tensor | None,
+        fresh: tuple[bool, ...],
+        bounds: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> Batch:
+        """Return the batch of the given numbers, in the order of `_StepNumbers.parts`. Gathers block tables and slots
+        on the device."""
+        rows = len(sizes)
+        ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = numbers
         ids, positions = ids.long(), positions.long()
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
@@ -487,4 +581,5 @@ class BatchBuilder:
             bounds=bounds,
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
+            stored=stored if self._states else None,
         )

@@ -8,7 +8,7 @@
 | Granite hybrids, windows   | look up masks of kinds for which they make none     | an empty mask by kind (`add_mask_names`)  |
 | MiniMax                    | no function that a kernel could replace             | its own forward (`scans.lightning_forward`) |
 | Llama 3.2 Vision           | attends to images in separate layers                | reads image pages (`cross_attention`)     |
-| RecurrentGemma, indexers   | a probe would explain the failure badly             | refused by name or field (`refusal_reason`) |
+| RecurrentGemma, indexers   | the probe would state a misleading reason           | refused by name or field (`refusal_reason`) |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FIXED_LONGROPE = "longrope, settled"
-"""A rope type that transformers does not update."""
+"""A rope type that transformers does not update, so the chosen frequencies stay fixed."""
 INDEXER = "its own indexer chooses the tokens it attends to, which is not supported yet"
 REFUSED = {
     "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
@@ -71,9 +71,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def add_mask_names(model: Any) -> None:
-    """Add an empty mask for every layer kind to a Granite hybrid, because its forward omits sliding layers. The
-    call can be repeated.
-    """
+    """Give a Granite hybrid an empty mask for every layer kind. Its own forward makes no mask for sliding layers and
+    would fail. The call can be repeated."""
     kinds = getattr(model.config, "layer_types", None) or ()
     if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
         return
@@ -92,8 +91,8 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
     depend on other requests.
 
     Chooses the long frequencies if `context` exceeds the original training length. The default `context` is the
-    model's limit. Shorter requests then differ from `generate()`. The call can be repeated with another `context`.
-    Raises ModelError for dynamic scaling.
+    model's limit. With the long frequencies, short requests differ from `generate()`. The call can be repeated with
+    another `context`. Raises ModelError for dynamic scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -127,9 +126,8 @@ def keeps_latents(module: Any) -> bool:
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries multiplied by the up-projection of keys, and the up-projection of values [heads, dim, rank].
-    With both, MLA attends in latent space.
-    """
+    """Return two tensors with which MLA attends in latent space: the queries multiplied by the up-projection of keys,
+    and the up-projection of values [heads, dim, rank]."""
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)

@@ -20,25 +20,26 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image, and the digest of its content. `read` and `store` state whether tiers may load
-    and store its embeddings, for `tenant`.
-    """
+    """The model inputs of one image, and the digest of its content. `read` states whether its embeddings may be loaded
+    from tiers, and `store` whether they may be stored there. `tenant` owns the embeddings. `embeddings` ([tokens,
+    hidden]) are set if an encode worker computed them."""
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
     tenant: str = ""
     read: bool = True
     store: bool = True
+    embeddings: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media`
-    describes the images to the cache.
+    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media` describes
+    the images to the cache.
 
-    `axes` ([3, tokens up to the end of the last image]) are rotary positions, if they differ from token positions.
-    Later tokens have their position plus `shift`. `whole` states that no step may end inside an image.
-    `cross_attended` states that every token after an image may see it in cross-attention layers.
+    `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if they equal the token
+    positions. Tokens after the last image have their token position plus `shift`. `whole` states that no step may end
+    inside an image. `cross_attended` states that tokens after an image may see it in cross-attention layers.
     """
 
     images: tuple[Image, ...]
@@ -62,23 +63,24 @@ class ImageInputs:
 
     @property
     def min_step_tokens(self) -> int:
-        """The smallest token budget of a step that can compute this prompt."""
+        """The smallest token budget of a step with which this prompt can be computed."""
         return max(item.stop - item.start for item in self.media) if self.whole else 1
 
     def affects_step(self, start: int) -> bool:
-        """Return whether a step from `start` on needs more than token ids and shifted positions."""
+        """Return whether a step that starts at `start` needs the images. Otherwise token ids and shifted positions are
+        sufficient."""
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
-        """Return a key of the images that begin before `end`. Prompts with equal tokens are compared by this key."""
+        """Return a key of the images that begin before `end`. Prompts whose tokens are equal are the same only if
+        these keys are equal, too."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the pages of the images, and
-    `real` marks their tokens.
-    """
+    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the pages of these images.
+    `real` marks which token positions in the pages contain image tokens."""
 
     count: int
     pages: torch.Tensor
@@ -87,8 +89,8 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """The tokens of a packed row that see images. `places` are their indices in the row, in order. `parts` groups
-    tokens that see the same images."""
+    """The tokens of a packed row that see images. `places` are their indices in the row, in order. `parts` divides
+    them into groups that see the same images."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

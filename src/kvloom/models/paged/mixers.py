@@ -1,8 +1,8 @@
 """Recurrent mixers on pages. Each mixer runs once on the packed row of a step, with its states in pages.
 
-While a mixer runs, kernels (`scans`) replace functions of its modeling file. The kernels split the row into
-sequences, and read and write states in pages. A mixer without such functions (MiniMax) gets a new forward. This
-file handles the cache interface, not the arithmetic.
+A mixer is the recurrent part of a layer, such as Mamba. While a mixer runs, kernels (`scans`) replace functions of its
+modeling file. The kernels split the row into sequences, and read and write states in pages. A mixer without such
+functions (MiniMax) gets a new forward. This file handles the cache interface, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """Divides a step into rows for recurrent layers (mixers). Each division is computed when the first layer needs it,
-    and all layers share it."""
+    """Divides a step into rows for recurrent layers (mixers). The rows are computed when the first layer needs them.
+    All layers with the same block table share them."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """With `batch_invariant`, the bits of a state do not depend on the split of a sequence into steps
-        (`StateRows.batch_invariant`).
-        """
+        """With `batch_invariant`, the bits of a state do not depend on how a sequence is split into steps
+        (`StateRows.batch_invariant`)."""
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
         self._split: dict[tuple[int, int], DraftRows] = {}
@@ -60,14 +59,15 @@ class MixerSteps:
             read = ids
             if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
                 read, fresh = ids.masked_fill(fresh, 0), None
+            stored = self.batch.stored if self.batch.longest > 1 else None
             self._known[of] = StateRows(
-                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
+                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant, stored
             )
         return self._known[of]
 
     def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the step's rows in two parts: the tokens that are not drafts, and the drafts. Returns None if no row
-        has a draft."""
+        """Return the rows of the step in two parts: the tokens that are not drafts, and the drafts. Return None if no
+        row has a draft. Draft rows start from the states that the first part has written, and store none."""
         batch, of = self.batch, (view.group, view.run)
         if not batch.drafts:
             return None
@@ -86,8 +86,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """Two parts: the tokens of the step that are not drafts, and the drafts. Each part has the packed indexes of
-        its tokens, and the start of each row in the part."""
+        """The tokens of the step in two parts: those that are not drafts, and the drafts. Each part has the packed
+        indexes of its tokens, and the start of each row in the part."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
@@ -103,7 +103,9 @@ class MixerSteps:
 
     @cached_property
     def _longest(self) -> int:
-        return 1 if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
+        return (
+            self.batch.longest if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
+        )
 
     @cached_property
     def _fresh(self) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
     begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
 
-One attention plan is made per step and span. Plan objects are reused between steps. State and cross-attention
+One attention plan is made per step and visibility. Plan objects are reused between steps. State and cross-attention
 layers get their views here and read pages themselves (`mixers`, `cross_attention`).
 """
 
@@ -50,11 +50,11 @@ __all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
 
 _HANDLES = count()
 PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
-"""All live `Pages`, by handle."""
+"""All live `Pages`, by handle. An operation of a compiled model finds its pages here."""
 
 
 class GraphSplitter(Protocol):
-    """Splits a captured run of the model at its attention calls. CUDA graphs contain only the parts between these
+    """Splits a captured run of the model at its attention calls. CUDA graphs then contain only the parts between these
     calls."""
 
     def split_at(
@@ -65,9 +65,8 @@ class GraphSplitter(Protocol):
         new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
-        """Return a buffer [tokens, heads, v_dim]. Every replay fills this buffer by `call(query, new_k, new_v,
-        out=…)`.
-        """
+        """Return a buffer [tokens, heads, v_dim] for the result of one attention call. Every replay runs `call(query,
+        new_k, new_v, out=…)` outside the graphs, which fills the buffer."""
         ...
 
 
@@ -86,15 +85,15 @@ class Pages(EmptyCache):
     ) -> None:
         """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
 
-        `scales` are the static scales of quantised layers that do not store scales in their pages.
-
-        With a `piece`, attention and states are batch-invariant. Attention then sums `piece` tokens at a time."""
+        `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is not
+        0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
+        """
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
         self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
         self.cross_views: dict[int, tuple[LayerView, int]] = {}
-        """The view of each cross-attention layer, and its column among the page ids of an image."""
+        """The view of each cross-attention layer, and the layer's column in the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
             if name == EMBEDDINGS or name.startswith(DRAFT_PREFIX) != bool(prefix):
@@ -121,7 +120,7 @@ class Pages(EmptyCache):
         self._batch: Batch | None = None
         self.steps: MixerSteps
         """The rows of the current step, for mixers."""
-        self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
+        self._plans: dict[tuple[Shape, Visibility, int, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Visibility]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
@@ -133,7 +132,8 @@ class Pages(EmptyCache):
         PAGES_BY_HANDLE[self.handle] = self
 
     def set_host_memory(self, arena: torch.Tensor) -> None:
-        """Set the bytes of host memory that contain cold pages, in slabs of the pool's layout. Copies nothing."""
+        """Set the host memory that contains cold pages. It has slabs of the same layout as the pool. Copies
+        nothing."""
         arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
         for name, view in layer_views(arena, self.layout).items():
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
@@ -142,9 +142,8 @@ class Pages(EmptyCache):
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
-        """Set the step that the next run of the model computes. With a `splitter`, this run reads no pages. The
-        splitter gets the attention call of each layer instead.
-        """
+        """Set the step that the next run of the model computes. With a `splitter`, this run does not attend. The
+        splitter gets the attention call of each layer instead."""
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
@@ -162,7 +161,7 @@ class Pages(EmptyCache):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the current step is a replayed step of single tokens."""
+        """Whether one CUDA graph computes the current step: single tokens, or rows with drafts."""
         return self._batch is not None and self._batch.replayed
 
     @property
@@ -257,9 +256,12 @@ class Pages(EmptyCache):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values of a layer ([1, heads, tokens, dim]), then attend packed queries [tokens,
-        heads, dim] to its pages. `latent_values` is the number of dims of a latent that are values. `rotary` (cos and
-        sin, [1, tokens, dim], every angle twice) is used only in replayed steps: queries are rotated in place, and keys
-        are rotated while they are written."""
+        heads, dim] to its pages. Returns the outputs [tokens, heads, dim of v].
+
+        `latent_values` is the number of dims of a latent that are values. `rotary` (cos and sin, [1, tokens, dim],
+        every angle twice) is used only in replayed steps. Queries are then rotated in place, and keys are rotated
+        while they are written.
+        """
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:
@@ -311,9 +313,8 @@ class Pages(EmptyCache):
         return found.to(own)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
-        """Return the pages of a layer and the rows of the step, or None if `cpu.attention_step` does not support the
-        step.
-        """
+        """Return the pages of a layer and the rows of the step, for `cpu.attention_step`. Return None if that function
+        does not support the step or the layer."""
         if self._single_token_rows is None:
             batch = self.batch
             plain = (
@@ -348,10 +349,9 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the shared runs for the replay of a decode step, so that each run is read once. Return whether there
-        are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
-        call.
-        """
+        """Set the shared runs for replays of a decode step with `rows` rows, so that each run is read once. Return
+        whether there are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid
+        until the next call."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)
@@ -366,9 +366,9 @@ class Pages(EmptyCache):
 
     def _plan(self, shape: Shape, span: Visibility) -> Plan:
         batch = self.batch
-        # A replayed step has single tokens, and only the device reads their lengths.
+        # Only the device reads the lengths of a replayed step.
         rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.shares and is_worth_sharing(span)
+        key = shape, span, rows, batch.longest, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -381,7 +381,7 @@ class Pages(EmptyCache):
             self._made.add(key[:2])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Visibility, rows: int, shared: bool) -> Plan:
+    def _new_plan(self, shape: Shape, span: Visibility, rows: int, queries: int, shared: bool) -> Plan:
         if self._piece:
             from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 
@@ -391,14 +391,14 @@ class Pages(EmptyCache):
             return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)
         if rows:
             sharing = self._shared_runs_for(rows, span.windowed) if shared else None
-            return decode_plan(shape, rows, 1, span, self.device, sharing)
+            return decode_plan(shape, rows, queries, span, self.device, sharing)
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
 
 
 def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:
-    """Return the keys, values and scales of a layer. The first `latent_values` dims of a latent are the values."""
+    """Return the keys, values and scales of a layer. In a latent, the first `latent_values` dims are the values."""
     if not latent_values:
         return KVPages(fields["k"], fields["v"], fields.get("k_scale"), fields.get("v_scale"))
     k, scale = fields["latent"][:, :, None], fields.get("latent_scale")
@@ -406,7 +406,8 @@ def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVP
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:
-    """Return the attention shape of a layer's pages, with as many query heads as KV heads."""
+    """Return the attention shape of a layer's pages. The number of query heads is unknown here, so it is set to the
+    number of KV heads."""
     k = fields["latent"][:, :, None] if "latent" in fields else fields["k"]
     v_dim = split_dim(k.shape[3])[0] if "latent" in fields else fields["v"].shape[3]
     return Shape(k.shape[2], k.shape[2], k.shape[3], v_dim, k.shape[1], k.dtype)

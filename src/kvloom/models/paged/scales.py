@@ -42,7 +42,7 @@ _NAME = re.compile(
 )
 _TOWERS = re.compile(r"vision|visual|audio|encoder")
 _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("latent", "k", "kv")}
-"""Names in a checkpoint from which each field is read. The first name that exists is used."""
+"""Names of tensors in a checkpoint for each field. The first name that exists is used."""
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
@@ -62,7 +62,7 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
     """
     if not any(map(scale_sizes, layers.values())):
         raise ModelError(
-            f"static scales ({source}) are for K and V in int8 or fp8, and no layer stores them so: "
+            f"static scales ({source}) are for K and V in int8 or fp8, but no layer stores K and V so: "
             "set kv_dtype, or leave scales out"
         )
     path = checkpoint_of(model) if source == "checkpoint" else Path(source)
@@ -89,9 +89,8 @@ def checkpoint_of(model: Any) -> Path:
 
 
 def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
-    """Return the scales of `layers` from a safetensors file or folder. Scales for another dtype are converted, so
-    that the range stays the same.
-    """
+    """Return the scales of `layers` from a safetensors file or folder. Scales that were made for another dtype are
+    converted, so that the largest value stays the same."""
     tensors, made_for = _tensors(path)
     scales: Scales = {}
     for layer, spec in layers.items():
@@ -110,9 +109,8 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
 
 
 def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[str, str]) -> None:
-    """Write `scales` atomically to a file that `read_scales` can read. `about` is the metadata of the file. Its entry
-    "dtype" is the dtype of the quantised values.
-    """
+    """Write `scales` atomically to a file that `read_scales` can read. `about` becomes the metadata of the file. Its
+    entry "dtype" is the dtype of the quantised values."""
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -126,7 +124,8 @@ def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[st
 
 
 def fingerprint(scales: Scales) -> str:
-    """Return a short digest of the scales. Pages can only be read with the scales with which they were written."""
+    """Return a short digest of the scales. Pages are valid only with the scales with which they were written. The
+    digest therefore becomes part of the model name in block hashes."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sorted(scales):
         for name in sorted(scales[layer]):
@@ -136,8 +135,8 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Return every scale in a file or folder. The key is (layer, part), and the value is the name and the tensor.
-    Also return the dtype of the scaled values."""
+    """Return all scales in a file or folder, by (layer number, part). The value is (name in the file, tensor). Also
+    return the dtype of the quantised values."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
@@ -183,7 +182,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _dtype_of(path: Path) -> str:
-    """Return the dtype of a checkpoint's scales. It is fp8, unless the config has an int scheme."""
+    """Return the dtype for which a checkpoint's scales were made: int8 if its config has an int scheme, else fp8."""
     config = path / "config.json"
     if not config.is_file():
         return "fp8"
@@ -198,12 +197,10 @@ def _dtype_of(path: Path) -> str:
 def _checked(name: str, tensor: torch.Tensor, what: str, size: int) -> torch.Tensor:
     flat = tensor.float().flatten()
     if len(flat) not in (1, size):
-        raise ModelError(
-            f"{what} ({name}) has {len(flat)} values; needed is one, or one for each of {size} heads"
-        )
+        raise ModelError(f"{what} ({name}) has {len(flat)} values; give one, or one for each of {size} heads")
     bad = next((x for x in flat.tolist() if not (x > 0 and math.isfinite(x))), None)
     if bad is not None:
-        raise ModelError(f"{what} ({name}) is {bad}; a scale is positive and finite: calibrate anew")
+        raise ModelError(f"{what} ({name}) is {bad}; a scale must be positive and finite: calibrate again")
     return flat.expand(size).clone()
 
 

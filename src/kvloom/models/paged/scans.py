@@ -1,9 +1,9 @@
 """Replaces functions of transformers that run over the tokens of a row. The kernels process all rows of a step at
 once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names
-call the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets one packed row
-([1, tokens, …] or [1, channels, tokens]), as if it were a new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names call
+the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets one packed row ([1,
+tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
@@ -13,8 +13,8 @@ call the kernels of `kernels.state`. Otherwise they call the original functions.
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 
-A step with drafts calls a kernel twice (`_scan`). The first call computes the certain tokens and stores their last
-states. The second call computes the drafts from these states, and stores no state.
+A step with drafts calls a kernel twice (`_scan`). The first call computes the tokens that are not drafts, and stores
+their last states. The second call computes the drafts from these states, and stores no state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ SILU = {None: False, "silu": True, "swish": True}
 
 
 class DraftRows(NamedTuple):
-    """The rows of a step in two parts, with the packed index of each part's tokens. Draft rows store no state."""
+    """The rows of a step in two parts: tokens that are not drafts, and drafts. `tokens` and `draft_tokens` are the
+    packed indexes of the tokens of each part. Draft rows store no state."""
 
     tokens: torch.Tensor
     rows: StateRows
@@ -69,16 +70,15 @@ class PackedStates(EmptyCache):
 
 
 def takes_packed_rows(module: Any) -> bool:
-    """Return whether kernels exist for every function that a mixer applies along its tokens."""
+    """Return whether there is a kernel for every function that a mixer applies along its tokens."""
     names = vars(sys.modules[type(module).__module__])
     recurs = hasattr(module, "A_log")  # the rate of a decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
 def replace_functions(module: Any) -> None:
-    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. Can be
-    repeated.
-    """
+    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. The call can
+    be repeated."""
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
@@ -123,7 +123,9 @@ def _conv(
     **_: Any,
 ) -> torch.Tensor:
     if activation not in SILU:
-        raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
+        raise ValueError(
+            f"activation {activation!r} of a convolution is not supported; supported: none, silu"
+        )
     states = packed.fields["conv"]
 
     def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
@@ -174,8 +176,8 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Run Mamba-2. x is [1, tokens, heads, p], dt is [1, tokens, heads], b and c are [1, tokens, groups, n]. Time steps
-    are clamped for every token, whereas transformers clamps them only in prompts."""
+    """Run Mamba-2. x is [1, tokens, heads, p], dt is [1, tokens, heads], b and c are [1, tokens, groups, n]. Time
+    steps are clamped for every token. transformers clamps them only in prompts."""
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])

@@ -1,6 +1,5 @@
 """Models known by name, configs on disk, and embedded models with weights. Needs no network, because names refer to
-installed files.
-"""
+files of this installation."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class Config:
         return default if value is None else value
 
     def size(self, *keys: str) -> int:
-        """Return the value of the first set field among `keys`, as a positive integer."""
+        """Return the value of the first field among `keys` that is set, as a positive integer. Raises ModelError if
+        none is set."""
         for key in keys:
             if self.get(key) is not None:
                 return self._integer(key, self.get(key), least=1)
@@ -89,21 +90,19 @@ class Config:
     def numbers(self, key: str) -> list[int]:
         values = self.get(key, [])
         if not isinstance(values, list):
-            raise ModelError(f"{self.model_type}: {key} is {values!r}; a list of integers is needed")
+            raise ModelError(f"{self.model_type}: {key} is {values!r}; give a list of integers")
         return [self._integer(key, value, least=0) for value in values]
 
     def nested(self, key: str) -> Config:
         """Return the config inside a field, or an empty config if the field is unset."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
-            raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
+            raise ModelError(f"{self.model_type}: {key} is {inner!r}; give a JSON object")
         return Config({"model_type": self.model_type, **inner}, {})
 
     def _integer(self, key: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
-            raise ModelError(
-                f"{self.model_type}: {key} is {value!r}; an integer from {least} to 2**40 is needed"
-            )
+            raise ModelError(f"{self.model_type}: {key} is {value!r}; give an integer from {least} to 2**40")
         return value
 
     def quotient(self, over: str, under: str) -> int:
@@ -157,8 +156,8 @@ def windows_from_layer(config: Config) -> list[str]:
 
 
 def llama4(config: Config) -> list[str]:
-    """Return the layer kinds of Llama 4. Layers with rotary positions attend in chunks, and the others attend to
-    all tokens."""
+    """Return the layer kinds of Llama 4. Layers with rotary positions have chunked attention, and the others full
+    attention."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
     ]
@@ -187,7 +186,7 @@ def lfm2(config: Config) -> list[str]:
 
 
 def kimi(config: Config) -> list[str]:
-    """Return the layer kinds of Kimi. Its config lists the attention layers, counted from one."""
+    """Return the layer kinds of Kimi. Its config lists the numbers of the attention layers, counted from one."""
     listed = config.nested("linear_attn_config").numbers("full_attn_layers")
     attention = [i - 1 for i in listed] or range(4, config.depth, 4)
     return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
@@ -198,7 +197,7 @@ def nemotron(config: Config) -> list[str]:
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not set(pattern) <= set(letters):
         raise ModelError(
-            f"{config.model_type}: hybrid_override_pattern is {pattern!r}; needed is a text of M, *, - and E, "
+            f"{config.model_type}: hybrid_override_pattern is {pattern!r}; give a text of M, *, - and E, "
             "or a list layers_block_type"
         )
     return [letters[letter] for letter in pattern]
@@ -214,8 +213,8 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of MLA, which is the compressed latent followed by the shared rotary key. Every rank has a
-    copy."""
+    """Return the field of MLA: the compressed latent followed by the shared rotary key. It is not sharded, so every
+    rank has a copy."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
     )
@@ -225,9 +224,11 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 def _state(
     config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
-    """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state. The channels of the
-    convolution consist of several parts: first the inputs, then the parts that heads share. Sharding along axis 0 must
-    split each part. The recurrence runs in float32."""
+    """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
+
+    The channels of the convolution consist of several parts: first the inputs, then the parts that heads share.
+    Sharding along axis 0 must split each part. The recurrent state has the dtype in the config, by default float32.
+    """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
         Field("conv", (channels, kernel), dtype, shard_axis=0),
@@ -236,9 +237,8 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Mamba-1. In a pure Mamba config, the intermediate size is the inner width. In a hybrid
-    config, the same field is the width of an MLP.
-    """
+    """Return the fields of Mamba-1. In a pure Mamba config, `intermediate_size` is the inner width of the mixer. In a
+    hybrid config, the same field is the width of an MLP."""
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
@@ -246,7 +246,8 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
-    """Return a function that reads the fields of Mamba-2. The arguments are the field names of one family."""
+    """Return a function that reads the fields of Mamba-2. The arguments are the names of the config fields in one
+    family."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
         n = config.size(heads)
@@ -286,7 +287,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of OLMo's gated delta rule. Sizes that are not set are derived from the sizes of attention."""
+    """Return the fields of OLMo's gated delta rule. Sizes that are not set are derived from the attention sizes."""
     heads = config.size("num_attention_heads")
     key_heads = config.optional("linear_num_key_heads") or heads
     keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
@@ -314,9 +315,8 @@ def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of GPT-2 and related models. They have one KV head for all query heads, or one KV head per
-    query head.
-    """
+    """Return the fields of GPT-2 and related models. The config selects one KV head for all query heads, or one KV
+    head per query head."""
     heads = config.size("num_attention_heads")
     width = config.quotient("hidden_size", "num_attention_heads")
     return attention_fields(1 if config.get("multi_query") else heads, width, dtype)
@@ -324,9 +324,9 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The rules for reading the config of one model type. `defaults` are values that published configs may omit.
-    `names` maps field names of this type.
-    """
+    """The rules for reading the config of one model type. `pattern` returns the layer kinds. `token` and `state`
+    return the fields of tokens and states. `defaults` are values that published configs may omit. `names` maps config
+    fields of this type to our names."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""The rules for reading the config of each model family. Each family is one row of FAMILIES. A general rule covers
-unlisted types.
+"""The rules for reading the config of each model family. Each family is one row of FAMILIES. Types that are not listed
+are read as plain attention, if possible.
 
 A row has the layer pattern, the fields of tokens and states, and values that published configs may omit. Attention
 sinks (gpt-oss) are weights, so they need no field.
@@ -249,9 +249,8 @@ _NOT_PLAIN = (
 
 
 def plain_attention_family(text: Mapping[str, Any]) -> Family:
-    """Return the family of an unlisted model type. Raises ModelError if the config has fields other than those of
-    plain attention.
-    """
+    """Return the family of a model type that is not listed. Raises ModelError if the config has fields that plain
+    attention does not have."""
     model_type = text["model_type"]
     missing = [
         key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)

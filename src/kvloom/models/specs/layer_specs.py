@@ -49,11 +49,8 @@ KVDtype = str | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """How a model processes the tokens of an image. With "stream" they have positions like text, in every layer.
-    With "cross" only cross-attention layers read them.
-
-    `token_id` is the placeholder in the prompt.
-    """
+    """How a model processes the tokens of an image. With `place` "stream", they have positions like text, in every
+    layer. With "cross", only cross-attention layers read them. `token_id` is the placeholder in the prompt."""
 
     place: Literal["stream", "cross"]
     token_id: int | None = None
@@ -61,9 +58,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The layer specs of one model by name ("layers.3.attention", "layers.3.mamba"). `max_context` is None for
-    models with only recurrent layers, because they have no limit. `media` is None for text models.
-    """
+    """The layer specs of one model, by name ("layers.3.attention", "layers.3.mamba"). `max_context` is the largest
+    number of tokens. It is None for models with only recurrent layers, which have no limit. `media` is None for text
+    models."""
 
     name: str
     layers: Mapping[str, LayerSpec]
@@ -71,9 +68,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from
-        this text. It does not contain weights, so two checkpoints of one architecture have the same text.
-        """
+        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from this
+        text. It does not depend on weights, so two checkpoints of one architecture have the same text."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
             fields["span"] = fields.pop("visibility")  # the key that existing fingerprints use
@@ -88,8 +84,8 @@ def model_spec(
 ) -> ModelSpec:
     """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read.
 
-    `kv_dtype` is the dtype of stored K and V. None means the model's dtype. Recurrent states have the model's
-    dtype. With `static_scales`, quantised pages contain no scales.
+    `kv_dtype` is the dtype of stored K and V. None means the model's dtype. `kv_dtype` does not apply to recurrent
+    states. With `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
@@ -99,7 +95,9 @@ def model_spec(
     dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))
     layers = _layers(fields, family, {kind: by_kind.get(kind, every or dtype) for kind in KV_KINDS}, dtype)
     if not layers:
-        raise ModelError(f"{fields.model_type}: no layer keeps anything")
+        raise ModelError(
+            f"{fields.model_type}: no layer keeps anything; give layers with attention or states"
+        )
     _check_kinds(fields, by_kind, layers)
     if static_scales:
         layers = {layer: _without_scales(spec) for layer, spec in layers.items()}
@@ -136,8 +134,8 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec:
-    """Return one spec with the layers of both models. The draft's layers have the prefix `DRAFT_PREFIX`, a separate
-    lifetime, and the additional `fields`."""
+    """Return one spec with the layers of both models. The draft's layers get the prefix `DRAFT_PREFIX`, the lifetime
+    "draft", and the additional `fields`. They therefore share no pages with the target's layers."""
     beside = {
         f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft", fields=spec.fields + fields)
         for name, spec in draft.layers.items()
@@ -163,12 +161,11 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """Return the kind of every layer. It comes from the config's list or, without a list, from the family's
-    pattern."""
+    """Return the kind of every layer, from the list in the config. If there is no list, from the family's pattern."""
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
-        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; a list of kinds is needed")
+        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; give a list of layer kinds")
     kinds = family.pattern(config) if listed is None else [older.get(str(kind), str(kind)) for kind in listed]
     declared = config.optional("num_hidden_layers")
     if declared is not None and declared != len(kinds):
@@ -208,7 +205,7 @@ def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype:
 def _parts(
     config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
 ) -> dict[str, LayerSpec]:
-    """Return the specs of one layer of `kind`, by part name."""
+    """Return the specs of one layer of `kind`, by part name ("attention", "cross" or the name of the mixer)."""
 
     def attention(span: Visibility) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}

@@ -3,8 +3,9 @@
     prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
     media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
 
-A token sees the last image before it. If several images are adjacent, it sees all of them. A token that sees no
-image skips the cross-attention layers. Tower and projections are Hugging Face's. The cache owns the pages.
+A token sees the last image before it. If that image directly follows other images, the token sees all of them. A token
+that sees no image skips the cross-attention layers. The vision tower and the projections are Hugging Face's. The cache
+owns the pages.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class CrossVision(Vision):
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
+        known = self._read_images(images, tenant, read, store)
         places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
         if len(places) != len(known):
             raise ValueError(
@@ -155,10 +156,12 @@ class CrossVision(Vision):
         tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
         return tiles * int(self._base.vision_model.num_patches)
 
+    def has_count(self, image: Image) -> bool:
+        return True
+
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it. The check is early, because a later error in the vision tower would affect
-        all requests of a step.
-        """
+        """Check an image and return it as an `Image`. The check is early, because a later error in the vision tower
+        would affect all requests of a step."""
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
@@ -195,7 +198,8 @@ class CrossVision(Vision):
 
 
 def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
-    """Divide [start, stop) into ranges whose tokens see the same images. Return each range with its images."""
+    """Divide [start, stop) into ranges whose tokens see the same images. Return (begin, end, images) for each range.
+    Tokens before the first image are left out."""
     edges = [start, *(int(place) for place in places if start < place < stop), stop]
     found = []
     for begin, end in pairwise(edges):

@@ -3,8 +3,8 @@ pages.
 
     page [token 0 | token 1 | … | rest]      as large as a slab; contains as many whole tokens as fit
 
-Because a page has the size of a slab, the layout of other groups does not change. A sequence retains an image's
-pages while it computes the image's tokens. Afterwards they stay cached for the next prompt with that image.
+A page has the size of a slab, so the embeddings do not change the layout of other groups. A sequence retains an
+image's pages while it computes the image's tokens. Afterwards they stay cached for the next prompt with that image.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return the number of cache tokens for `count` embeddings, rounded up to whole pages."""
+        """Return the number of tokens on the media axis of the cache for `count` embeddings, rounded up to whole
+        pages."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

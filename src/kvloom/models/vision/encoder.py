@@ -48,7 +48,8 @@ VISION_FAMILIES: dict[str, bool] = {
 """Supported families by model type, and whether the tokens of an image see each other in both directions."""
 
 GRID, SIZE = "image_grid_thw", "image_sizes"
-"""Names of the other inputs of an image: the number of patches, and the size of the image without padding."""
+"""Names of model inputs of an image besides its pixels: the number of patches, and the size of the image without
+padding."""
 
 DIGEST_BYTES = 32
 
@@ -57,13 +58,16 @@ class EmbeddingStore(Protocol):
     """The interface of a store for image embeddings outside the pool. `load` returns None if the store does not have
     the image."""
 
+    def has(self, image: Image) -> bool: ...
+
     def load(self, image: Image) -> torch.Tensor | None: ...
 
     def save(self, image: Image, made: torch.Tensor) -> None: ...
 
 
 class Vision:
-    """The image part of one model. Without pages for `embeddings`, the tower runs whenever an embedding is needed."""
+    """The image part of one model. If the pool has no pages for embeddings, the vision tower runs whenever an
+    embedding is needed."""
 
     embeddings: Embeddings | None = None
     store: EmbeddingStore | None = None
@@ -122,23 +126,22 @@ class Vision:
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Store image embeddings in this pool from now on. `cross_views` are the views of cross-attention layers.
-        Each comes with its column in the page ids of an image.
-        """
+        """Store image embeddings in this pool from now on. `cross_views` has, for each cross-attention layer, its view
+        and its column in the page ids of an image."""
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, or the
-        output of the model's processor. Raises ValueError if prompt and images do not match.
+        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, the output
+        of the model's processor, or a result of `read_image`. Raises ValueError if prompt and images do not match.
 
         The first image of each shape is encoded here, because only the tower determines its token count. Embeddings
         are stored per `tenant`, so that no tenant can find out whether another tenant used an image. `read` and
-        `store` apply to tiers.
+        `store` state whether tiers are used.
         """
-        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
+        known = self._read_images(images, tenant, read, store)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
         places = np.flatnonzero(ids == self.token)
@@ -157,10 +160,30 @@ class Vision:
         axes, shift = self._rope_index(ids[: media[-1].stop], known) if self.uses_mrope else (None, 0)
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
 
-    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
-        """Return the batch of `works` with the embeddings, positions and spans of its images. If there are no
-        images, return the batch unchanged.
+    def read_image(self, given: Any, tenant: str = "", read: bool = True, store: bool = True) -> Image:
+        """Return an image with the digest of its content. Uses no state of the engine, so any thread may call this
+        method. Raises ValueError if the model cannot take the image.
         """
+        if isinstance(given, Image):
+            return given
+        return replace(self._image(given, tenant), read=read, store=store)
+
+    def _read_images(self, images: Many[Any], tenant: str, read: bool, store: bool) -> tuple[Image, ...]:
+        """Return the images of a prompt. Embeddings of another length than this model's are dropped."""
+        known = []
+        for image in (self.read_image(given, tenant, read, store) for given in images):
+            made = image.embeddings
+            is_wrong = made is not None and len(made) != self._count(image)
+            known.append(replace(image, embeddings=None) if is_wrong else image)
+        return tuple(known)
+
+    def has_count(self, image: Image) -> bool:
+        """Return whether the token count of an image follows from its shape, without running the tower."""
+        return self._shape_key(image) in self._counts
+
+    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
+        """Return `batch` with the embeddings, positions and image ids (`spans`) of the images in `works`. If there are
+        no images, return the batch unchanged."""
         concerned = [
             i
             for i, work in enumerate(works)
@@ -193,8 +216,10 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def find_embeddings(self, image: Image) -> torch.Tensor:
-        """Return the embeddings of an image ([tokens, hidden]). Loads them from a tier. If no tier has them, runs
-        the vision tower and stores the result."""
+        """Return the embeddings of an image ([tokens, hidden]): those of an encode worker, else those of a tier. If
+        there are none, runs the vision tower and stores the result."""
+        if image.embeddings is not None:
+            return image.embeddings.to(self._device)
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
@@ -220,9 +245,8 @@ class Vision:
             return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return some embeddings of an image from its pages. If the pages are not filled yet, encode the image and
-        fill them first.
-        """
+        """Return the embeddings [begin, end) of image number `place` from its pages. If the pages are not filled yet,
+        encode the image and fill them first."""
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         image, item = image_inputs.images[place], image_inputs.media[place]
@@ -296,10 +320,7 @@ class Vision:
 
     def _count(self, image: Image) -> int:
         """Return the token count of an image, which depends only on shapes and grids."""
-        key = tuple(
-            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
-            for name, part in image.inputs.items()
-        )
+        key = self._shape_key(image)
         if key not in self._counts:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
@@ -313,18 +334,27 @@ class Vision:
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
                 ) from error
             if not count:
-                raise ValueError(f"an image of {shapes} makes no tokens")
+                raise ValueError(f"an image of {shapes} has no tokens: use a larger image")
             self._counts[key] = count
         return self._counts[key]
 
+    @staticmethod
+    def _shape_key(image: Image) -> tuple[object, ...]:
+        return tuple(
+            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
+            for name, part in image.inputs.items()
+        )
+
     def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
-        """Return the digest of an image and of its range of tokens, including separator tokens between its rows."""
+        """Return the digest of an image in its prompt. If its token range also contains separator tokens, they are
+        part of the digest."""
         if (ids == self.token).all():
             return image.digest
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Raise ValueError unless the tokens of each image are one separate contiguous range."""
+        """Raise ValueError unless the tokens of each image are contiguous, fit into the model's window, and are
+        separate from other images."""
         for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
@@ -338,9 +368,8 @@ class Vision:
                 raise ValueError(f"two images are adjacent at token {one.stop}: put a token between them")
 
     def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
-        """Return positions on three axes up to the end of the last image, and the shift of later positions. Calls
-        the model's own code.
-        """
+        """Return rotary positions on three axes up to the end of the last image, and the shift of later positions.
+        Calls the model's own code."""
         found, shift = self._base.get_rope_index(
             torch.from_numpy(ids)[None],
             mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],

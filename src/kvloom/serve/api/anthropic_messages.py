@@ -186,8 +186,11 @@ class MessagesBuilder(ChatResponse):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self, output: int) -> dict[str, int]:
-        """Return the token counts: prompt tokens read from the cache, prompt tokens computed before the last
-        breakpoint, and the other prompt tokens."""
+        """Return the token counts of a message in Anthropic's format.
+
+        Prompt tokens are divided into those read from the cache, those computed before the last breakpoint
+        ("creation"), and the rest.
+        """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
         created = max(0, last - read)
@@ -248,9 +251,12 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint. The chat up to the breakpoint and the whole chat are
-    rendered, and the result is the number of first tokens that both have in common. Returns 0 if the template does not
-    accept the chat up to the breakpoint."""
+    """Return the number of prompt tokens before a breakpoint. Returns 0 if the template refuses the chat up to the
+    breakpoint.
+
+    The chat up to the breakpoint and the whole chat are rendered. The result is the length of their common prefix in
+    tokens.
+    """
     part = [dict(message) for message in fields.messages[: point.messages]]
     if part and point.characters is not None:
         part[-1]["content"] = part[-1]["content"][: point.characters]
@@ -418,7 +424,9 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """Add a breakpoint after a block that has `cache_control`."""
+        """If a block has `cache_control`, add a breakpoint after it. Raises ApiError for an invalid `cache_control`, or
+        for too many breakpoints.
+        """
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:
             return

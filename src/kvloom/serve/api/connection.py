@@ -19,11 +19,15 @@ from kvloom.serve.errors import ApiError
 __all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""Largest size of a request's head in bytes. The head may exceed this limit by one read from the socket."""
+"""Largest size of the request line and headers of a request, in bytes. It is checked after each read from the socket, so
+one read may exceed it.
+"""
 
 
 def _final_response(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection, for a connection without a parsed request."""
+    """Return an HTTP response with an error, for a connection that has sent no valid request. The response closes the
+    connection.
+    """
     head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     head += [b"%s: %s" % header for header in error.headers]
     return b"\r\n".join(
@@ -93,7 +97,9 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the head of a request is incomplete. uvicorn handles the timeout between requests."""
+        """Whether the server waits for the head of a request. While uvicorn's own timeout between two requests runs,
+        this is False.
+        """
         cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
 

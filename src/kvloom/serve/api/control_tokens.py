@@ -30,10 +30,11 @@ FRAGMENT_DIGITS = 12
 MAX_MARKS = 4096
 """Limit of control tokens in the texts of one request."""
 MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
-"""Largest number of characters that marks add to a prompt during rendering, if the template does not repeat a text."""
+"""Largest number of characters that marks add to a prompt during rendering, if the template writes each text only once.
+"""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
-"""Roles whose messages may contain the tokens of reasoning and tool calls. These are added tokens, but not special
-tokens.
+"""In messages of these roles, the tokens of reasoning and tool calls stay tokens. These are added tokens that are not
+special.
 """
 
 Encode = Callable[[str], list[int]]
@@ -42,7 +43,7 @@ Encode = Callable[[str], list[int]]
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes.
 
-    With `any_template` all added tokens are control tokens, because the template comes with a request.
+    With `any_template` all added tokens are control tokens, because the template of a request may write any of them.
     """
 
     def __init__(self, tokenizer: Any, any_template: bool = False) -> None:
@@ -69,8 +70,8 @@ class ControlTokens:
             self._build(tokenizer, backend, added)
 
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
-        """Insert marks into messages and other template variables. Return both, and the mark. The mark is "" if
-        none is needed.
+        """Insert the mark into every control token in messages and in the other template variables. Return both, and
+        the mark. The mark is "" if the texts contain no control token.
         """
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
         count = self._all.count(others)
@@ -88,9 +89,12 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder to use. With
-        `special`, the encoder adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the
-        template has split a mark.
+        """Remove the marks from a rendered prompt. Return the prompt, the text to encode, and the encoder for this
+        text.
+
+        If a control token had a mark, the text to encode has aliases instead of the template's control tokens. The
+        encoder turns the aliases into tokens, and encodes all other text as text. With `special`, the encoder adds the
+        tokens that the tokenizer puts around a prompt. Raises ApiError if the template has split a mark.
         """
         parts = text.split(mark)
         places, place = set(), 0
@@ -130,7 +134,9 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Build a second tokenizer that recognises control tokens only under secret aliases."""
+        """Build a second tokenizer that does not recognise the texts of control tokens. It recognises secret aliases
+        instead, which a request cannot contain.
+        """
         from tokenizers import AddedToken, Tokenizer
 
         state = json.loads(backend.to_str())
@@ -172,8 +178,9 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """Return the number of control tokens in a value. Also counts parts of control tokens that the template could
-        complete. Stops at MAX_MARKS."""
+        """Return the number of marks that a value needs: one per control token. Also counts the start or end of a
+        control token at the edge of a text, because the template could complete it. Stops soon after MAX_MARKS.
+        """
         if isinstance(value, str):
             return len(self._places(value))
         if isinstance(value, dict):
@@ -181,7 +188,7 @@ class _Texts:
         return sum(map(self.count, value)) if isinstance(value, list) else 0
 
     def marked(self, value: Any, mark: str) -> Any:
-        """Return a value with the mark inside every control token."""
+        """Return a copy of a value with the mark inserted into every control token."""
         if isinstance(value, str):
             cuts = [0, *self._places(value), len(value)]
             return mark.join(value[start:end] for start, end in pairwise(cuts))
@@ -224,7 +231,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token with the text `alias`. Spaces around it are handled as around `token`."""
+    """Return an added token with the text `alias` that treats spaces around it as `token` does."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

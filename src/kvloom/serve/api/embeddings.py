@@ -41,7 +41,9 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PooledFields(CompletionFields, frozen=True, kw_only=True):
-    """The request as a completion with one output token, of which only the hidden states are used."""
+    """A request for embeddings as a completion with one output token. The output token is not used, only the hidden
+    states.
+    """
 
     pooling: Literal["mean", "last"]
     as_base64: bool

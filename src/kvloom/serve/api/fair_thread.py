@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class FairThread:
-    """Runs one function at a time. A waiting tenant is next after at most one function of each other tenant."""
+    """Runs one function at a time. Before a waiting tenant, at most one function of each other tenant runs."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)

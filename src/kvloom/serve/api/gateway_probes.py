@@ -34,7 +34,7 @@ def probe_routes(context: ServerContext) -> list[Route]:
 
 
 def _server_info(context: ServerContext) -> dict[str, Any]:
-    """Describe the first model of the server. Sizes are missing while it loads."""
+    """Return the description of the server's first model. Sizes are missing while the model loads."""
     served = next(iter(context.models.values()))
     facts = served.engine.info
     sizes = {} if facts is None else {

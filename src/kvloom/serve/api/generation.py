@@ -50,17 +50,19 @@ DEFAULT_TOKENS = 16
 STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
 """Fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
-"""A response with log-probabilities of at most this many tokens is written in the event loop."""
+"""A response with log-probabilities of at most this many tokens is built in the event loop, and a larger one in a
+thread.
+"""
 LOGPROBS_BYTES = 1 << 10
 """Approximate number of bytes that the log-probabilities of one token add to a response."""
 EMBEDDING_BYTES = 1 << 8
-"""Bytes of an embedding that takes about as long to write as the log-probabilities of one token."""
+"""Bytes of an embedding that take about as long to format as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request whose fields are valid: its prompts, the ids of its messages to the engine, and its model."""
+    """A request whose fields are valid, with its prompts and its model. `ids` are the ids of the prompts in the engine."""
 
     fields: CompletionFields | ChatFields
     prompts: list[Prompt]
@@ -161,11 +163,11 @@ class GenerationEndpoint(ABC):
     async def _prepare(
         self, request: Request, admitted: ExitStack, started: float
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
-        """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
-        stream, and whether a tool call is forced. Raises ApiError for a refused request.
+        """Read and check a request. Raises ApiError for a refused request.
 
-        Closing `admitted` ends the admission of the request. Body and fields may be large, so they are freed before
-        the answer begins.
+        Returns the model, the messages to its engine, the response builder, whether to stream, and whether a tool call
+        is forced. The request counts as admitted until the caller closes `admitted`. Body and fields are freed when
+        this method returns, because they may be large.
         """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -201,7 +203,9 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages, or infinity if there is no limit."""
+        """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it sets no
+        end, and None if it asks for no retention.
+        """
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
@@ -245,6 +249,7 @@ class GenerationEndpoint(ABC):
                 transfer.awaited_peer,
                 None if fields.slo is None else fields.slo.objective(),
                 started,
+                transfer.encoder,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -354,8 +359,8 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields with the grammar of a forced tool call. If a parser needs special tokens, they stay in
-        the text.
+        """Return the fields, with the grammar of a forced or strict tool call. If the format of the answer has markers
+        that are special tokens, special tokens stay in the text.
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
@@ -479,8 +484,9 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return the text that shows whether the answer begins with reasoning. If the answer continues the final message,
-    this is the last reasoning marker of the message. Otherwise it is the prompt."""
+    """Return the text from which a reasoning parser decides whether the answer begins with reasoning. This is the
+    prompt or, if the answer continues the final message, the last reasoning marker of that message.
+    """
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -521,8 +527,9 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. For the request's value -1, return the
-    largest number that leaves enough tokens for the output."""
+    """Return how many of the last prompt tokens to keep, or None to keep all. `most` is the largest number of prompt
+    tokens. If the request has -1, return the largest number that leaves enough tokens for the output.
+    """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
@@ -530,7 +537,9 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 
 
 def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
-    """Return the priorities of token ranges: those of the request, and those of cache breakpoints."""
+    """Return the token ranges that a request retains: those of its field `cache.retain`, and those before its cache
+    breakpoints.
+    """
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):

@@ -25,8 +25,8 @@ URL_CHARACTERS = 64
 
 
 class RequestImages:
-    """Collects the images of one request within the server's limits. `refusal` is the reason why `model` accepts no
-    images, or "".
+    """Collects the images of one request within the server's limits. `refusal` is the reason why the model accepts no
+    images, or "" if it accepts images.
     """
 
     def __init__(self, limits: Limits, model: str, refusal: str) -> None:

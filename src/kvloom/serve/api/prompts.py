@@ -39,18 +39,21 @@ BROKEN = "\ufffd"
 PARTIAL_TOKEN = "piece:"
 MAX_TOKEN_TEXTS = 1 << 18
 LONG_BYTES = 1 << 16
-"""Larger requests use the thread for long requests."""
+"""Requests with more bytes use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
-"""If a text has at most this many characters per allowed token, it is encoded at once. A longer text is encoded in
-parts, and refused when it has twice the allowed tokens."""
+"""A text with at most this many characters per allowed token is encoded at once. A longer text is first encoded in
+parts, to count its tokens. It is refused as soon as it has twice the allowed tokens.
+"""
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16
 """Largest number of characters per allowed token. Longer texts are refused before encoding."""
 MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
-"""Largest number of characters of a rendered chat that is truncated to its last tokens."""
+"""Largest number of characters of a rendered chat, if the chat is truncated to its last tokens."""
 TAIL_TOKENS = 256
-"""Number of tokens encoded before the kept tokens. A cut in the text changes the first tokens after the cut."""
+"""When only the end of a text is encoded, at least this many tokens before the kept tokens are encoded too. The tokens
+directly after the cut differ from those of the whole text.
+"""
 MAX_REASON_CHARACTERS = 500
 INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -73,8 +76,8 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known. `retain` contains positions, and for each position the seconds for which
-    pages before it are retained.
+    """Token ids, and their text if known. `retain` contains pairs of a position and seconds: pages before the position
+    are retained for this time.
 
     With `images`, the tokens contain one placeholder per image, which the engine process expands.
     """
@@ -87,9 +90,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. With `keep`, only the last
-    `keep` tokens are kept. By default, the limit of characters follows from `tokens`. `characters` replaces this
-    limit. `images` collects the images. If it is None, images are refused.
+    """Limits of a prompt.
+
+    | field        | meaning                                                                               |
+    |--------------|---------------------------------------------------------------------------------------|
+    | `tokens`     | largest number of tokens                                                              |
+    | `vocab_size` | token ids must be below it                                                            |
+    | `keep`       | truncate the prompt to its last `keep` tokens; None keeps all                         |
+    | `characters` | largest number of characters; None derives it from `tokens`                           |
+    | `images`     | collects the images of the prompt; None refuses images                                |
     """
 
     tokens: int
@@ -380,8 +389,8 @@ class PromptEncoder:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of words that must not be sampled. Each word is tokenised without and, if the
-        tokens differ, with a space before it.
+        """Return the token sequences of words that must not be sampled. A word has one sequence without a leading
+        space, and a second one with a leading space, if its tokens differ.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -404,8 +413,9 @@ class PromptEncoder:
         return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token for log-probabilities. A partial character is returned as the tokenizer spells
-        it."""
+        """Return the text of a token for log-probabilities. A token that is only a part of a character is returned as
+        the tokenizer spells it.
+        """
         if self.tokenizer is None:
             return f"{PARTIAL_TOKEN}{token}"
         found = self._token_texts.get(token)
@@ -419,9 +429,12 @@ class PromptEncoder:
         return found
 
     def text_offsets(self, ids: list[int], start: int, text: str | None = None) -> tuple[list[int], int]:
-        """Return the offset of each token's first character, from `start` on, and the offset after the last token. With
-        `text`, offsets are positions in `text`. If `text` does not contain a token, such as a special token, the token
-        has no characters. Several tokens of one character have the same offset."""
+        """Return the offset of each token's first character, and the offset after the last token. The first offset is
+        `start`.
+
+        With `text`, offsets are positions in `text`, and a token whose text does not occur there, such as a special
+        token, has length 0. Several tokens that form one character have the same offset.
+        """
         offsets, at = [], start
         partial: list[int] = []
 
@@ -450,8 +463,11 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return the tokens of a text. For a truncated text, return the kept tokens and some tokens before them. Raises
-    ApiError for too many characters, or if the start of the text already has far too many tokens."""
+    """Return the tokens of a text. If the prompt will be truncated, return only the tokens at the end: those to keep,
+    and some before them.
+
+    Raises ApiError for too many characters, or if the start of the text already has far too many tokens.
+    """
     if limits.truncates and limits.keep is not None:
         return _encode_tail(text, limits.keep, param, encode)
     if len(text) > limits.max_characters:
@@ -467,7 +483,9 @@ def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list
 
 
 def _encode_tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
-    """Return at least the last `keep` tokens of a text, or all. The cost grows with `keep`."""
+    """Return at least the last `keep` tokens of a text, or all tokens of a shorter text. The cost grows with `keep`,
+    not with the length of the text.
+    """
     size, most = SAMPLE_CHARACTERS * keep + MIN_PIECE_CHARACTERS, characters_for(keep)
     while size < len(text):
         found = encode(text[len(text) - size :])
@@ -496,9 +514,8 @@ class _ContentForms:
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Render a test message as a text and as a list of parts, and return which of the two the tokenizer's chat
-        template supports. If the template supports neither of them, return texts. The first request then gets the error
-        that the template raises.
+        """Return which forms of content the tokenizer's chat template supports, by rendering a test message in each
+        form. If the template supports neither form, return texts. The first request then gets the template's own error.
         """
 
         def writes(content: Any) -> bool:

@@ -129,24 +129,35 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
-    worker. Pages are found by hash, so block ids, engine ids and token counts are accepted but not used."""
+    worker. Pages are found by hash, so block ids, engine ids and token counts are accepted but not used.
+    `encode_host` and `encode_port` are kvloom's own, and name the encode worker for the images of the request."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     remote_host: str | None = None
     remote_port: int | None = None
+    encode_host: str | None = None
+    encode_port: int | None = None
+
+    @property
+    def encoder(self) -> str | None:
+        """The address of the encode worker for the images, host:port, or None if the request names none."""
+        return _address(self.encode_host, self.encode_port)
 
     @property
     def awaited_peer(self) -> str | None:
         """The address of the prefill worker's host memory, host:port, or None if this worker computes the prompt."""
-        if not self.do_remote_prefill or self.remote_host is None or self.remote_port is None:
-            return None
-        host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
-        return f"{host}:{self.remote_port}"
+        return _address(self.remote_host, self.remote_port) if self.do_remote_prefill else None
+
+
+def _address(host: str | None, port: int | None) -> str | None:
+    if host is None or port is None:
+        return None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints share. Unsupported fields are declared too, so that they can be refused."""
+    """The fields that completions and chats share. Unsupported fields are declared too, so that they can be refused."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -29,7 +29,7 @@ _FINISH_ERRORS: dict[str, ApiError] = {
 
 @dataclass(slots=True)
 class Usage:
-    """The token counts of a request. `cached` is the number of cached prompt tokens, by prompt."""
+    """The token counts of a request. `cached` is the number of cached prompt tokens, by id of the prompt."""
 
     prompt: int = 0
     completion: int = 0
@@ -45,9 +45,11 @@ class Usage:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each. With `echo`, the text
-    of each prompt is repeated. `new_parser` creates the parser of an answer. If it returns None, the whole text is
-    content. `warning` is sent as a header. Each delta updates `usage` and `finish_reasons`.
+    """Builds the response of one HTTP request. Each delta updates `usage` and `finish_reasons`.
+
+    `ids` are the ids of its prompts in the engine, with `n` answers each. With `echo`, an answer begins with the text
+    of its prompt. `new_parser` creates the parser of one answer. If it returns None, the whole text is content.
+    `warning` is sent as a header.
     """
 
     prefix = ""
@@ -168,7 +170,7 @@ class ResponseBuilder(ABC):
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields that both kinds of choices have. The text is in "text"."""
+        """Return the fields that choices of completions and of chats have in common. The text is in "text"."""
         index = self._index(delta)
         text = delta.text
         if self._echo and index not in self._sent_characters:
@@ -221,8 +223,9 @@ class CompletionResponse(ResponseBuilder):
         }
 
     def _tokens(self, delta: Delta) -> list[int]:
-        """Return the tokens for which log-probabilities are returned. Tokens of an echoed prompt come first, then
-        those of the answer."""
+        """Return the tokens of a delta for which log-probabilities are returned. With `echo`, the tokens of the prompt
+        come first.
+        """
         if not self._echo or delta.id not in self._prompt_logprobs:
             return delta.tokens
         return [*self._prompts[self._prompt_index[delta.id]].tokens, *delta.tokens]

@@ -60,6 +60,12 @@ class ServedModel:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
         if self.is_unloading:
             raise unloading(self.name)
+        if self.engine.role == "encode":
+            raise ApiError(
+                503,
+                "this worker only encodes images for other workers: send requests to a router or to another worker",
+                code="encode_worker",
+            )
         return self.engine.require_ready(), self.require_encoder()
 
     def require_encoder(self) -> PromptEncoder:
@@ -69,10 +75,9 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return the data with which a router follows and scores this model: hashes, groups, sizes, addresses of
-        its events.
-
-        Returns None while the model loads."""
+        """Return what a router needs to follow and score this model: how blocks are hashed, layer groups, sizes, and
+        the addresses of its events. Returns None while the model loads.
+        """
         facts = self.engine.info
         if facts is None:
             return None
@@ -99,6 +104,7 @@ class ServedModel:
                 for tier in settings.get("tiers", ())
                 if tier.startswith("peer:")
             ],
+            "encoders": [urlsplit(url).netloc.rpartition("@")[2] for url in settings.get("encoders", ())],
             "load": self._load(),
         }
 
@@ -111,6 +117,7 @@ class ServedModel:
             "prompt_tokens": metrics.prompt_tokens,
             "cached_tokens": metrics.cached_tokens,
             "used": 1 - stats.free_slabs / stats.slabs if stats.slabs else 0.0,
+            "encoding": stats.encoding,
             "tiers": [{"name": one.name, "pages": one.objects, "bytes": one.bytes} for one in stats.tiers],
         }
 

@@ -39,11 +39,11 @@ class ServerContext:
     metrics: ServerMetrics
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Further names in requests, with the name of their model."""
+    """Additional model names that requests may use: alias → name of the model."""
     records: RequestRecords = field(default_factory=RequestRecords)
     """The latest requests of all models."""
     labels_models: bool = False
-    """Whether the series of a model have the label `model` in /metrics, because the server has several models."""
+    """Whether series in /metrics have the label `model`. This is set if the server may have several models."""
     memory: int | None = None
     """Bytes that the pools of all models share. None means that each pool has its own memory."""
     metrics_need_key: bool = False
@@ -104,7 +104,9 @@ class ServerContext:
         return None if self.keys.is_admin(given) else tenant
 
     def require_admin(self, request: Request) -> None:
-        """Raise ApiError 401 or 403 unless the request may see all tenants. Without keys, every request may."""
+        """Raise ApiError 401 or 403 unless the request has an admin key. On a server without keys, every request is
+        accepted.
+        """
         if self.visible_tenant(request) is None:
             return
         raise ApiError(
@@ -142,8 +144,9 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request, and count its bytes in `held`. Raises ApiError for a wrong content type,
-        too many bytes, or a slow client."""
+        """Return the JSON body of a request. Adds each chunk that arrives to `held`, which limits the bytes of all
+        bodies. Raises ApiError for a wrong content type, too many bytes, or a slow client.
+        """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
@@ -169,8 +172,9 @@ class ServerContext:
         return bytes(data)
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
-        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are parsed outside the
-        event loop."""
+        """Call `read`, which parses a body of `size` bytes, and return its result. A large body is parsed in a thread,
+        in turn with other tenants (`account`).
+        """
         encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
         encoder = next(encoders, None)
         if size <= SMALL_BODY_BYTES or encoder is None:

@@ -44,8 +44,9 @@ class _RenderBudget:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one step, and check the CPU time. Only the CPU time of this thread counts, so a busy machine causes
-        no error."""
+        """Count one attribute read, call or operator of a template, and check the CPU time now and then. Only CPU time
+        of this thread counts, so a busy machine causes no error.
+        """
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
             raise RenderError(
@@ -59,7 +60,7 @@ class _RenderBudget:
         self.step()
 
     def check(self, characters: int) -> None:
-        """Raise RenderError if a text is longer than the limit of the whole output."""
+        """Raise RenderError if a text of `characters` characters alone is longer than the limit of the whole output."""
         if characters > self._limit:
             raise RenderError(
                 f"the chat template writes more than the limit of {self._limit:,} characters: shorten the messages"
@@ -120,8 +121,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template that transformers caches. Return None for an invalid template, which fails at
-    every request.
+    """Return the compiled template, from the cache of transformers. Return None for an invalid template. Requests get
+    the error when they render it.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -151,8 +152,8 @@ def _limited(source: str, compiled: Any) -> Callable[..., str]:
 
 
 def _environment(original: Any) -> Any:
-    """Return a copy of a template's environment that counts steps, and checks the length of texts before they are
-    created.
+    """Return a copy of a template's environment with limits. It counts attribute reads, calls and operators. It checks
+    the length of a text before the text is created.
     """
     from jinja2.filters import do_join, do_replace, make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -219,8 +220,9 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """Return the largest number of characters that a str method can return. Only methods that can lengthen a text
-    are considered."""
+    """Return an upper bound of the number of characters that a method of str returns. Methods that cannot lengthen a
+    text return 0.
+    """
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))
     if method == "join" and given and isinstance(given[0], list | tuple):

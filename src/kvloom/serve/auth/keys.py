@@ -1,11 +1,15 @@
 """API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
-A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of `KEY
-tenant [quota [weight]] [max_…=N] [admin]`. In lines, # starts a comment, and - means no quota. All keys of one
-tenant must have the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1.
-Otherwise all tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and
-`max_priority` set the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which can read
-the data of all tenants.
+A key file has one of two forms:
+
+    JSON     {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1, "admin": true}}
+    lines    KEY tenant [quota [weight]] [max_…=N] [admin]      # starts a comment; - means no quota
+
+- All keys of one tenant must have the same quota, weight and caps.
+- If any tenant has a weight, the default weight of the others is 1. Otherwise all tenants have equal default shares
+  (`core.Tenant.firm`).
+- `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`.
+- An admin key can read the data of all tenants.
 """
 
 from __future__ import annotations
@@ -31,18 +35,20 @@ __all__ = ["OWN_TENANT", "ApiKeys", "permission_warning", "read_keys"]
 
 MIN_KEY_CHARACTERS = 8
 OWN_TENANT = "default"
-"""Tenant of the keys that are given on the command line. These are admin keys."""
+"""Tenant of the keys that are given on the command line. These keys are admin keys."""
 OBJECTIVES = {"slo_ttft": float, "slo_tbt": float}
 """Objectives that a key can set for its tenant, in milliseconds."""
 CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
 """Caps that a key can set for its tenant, and their types."""
 KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
-"""Location in the file, key, tenant, quota, weight, caps, and whether it is an admin key."""
+"""One key as it was read: location in the file, key, tenant, quota, weight, caps, and whether it is an admin key."""
 
 
 class ApiKeys:
-    """Finds the tenant of an API key. Stores only digests of keys. If no keys are configured, it is false, and the
-    server does not authenticate."""
+    """Finds the tenant of an API key. Stores only digests of keys.
+
+    `bool(keys)` is False if no keys are configured. The server then does not authenticate.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,9 @@ from kvloom.serve.errors import above_share, bad_request, bodies_full, draining,
 __all__ = ["PRESSURE", "BodyLimiter", "Caps", "HeldBody", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
-"""For each free place, a tenant may have this many open answers. A single tenant can therefore use 4 of 5 places."""
+"""A tenant may have at most PRESSURE times as many open answers as the server can still admit. A single tenant can
+therefore use 4/5 of the limit. The same rule limits the bytes of bodies.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Limits:
 
 class BodyLimiter:
     """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
-    If several tenants share the server, each tenant may use up to PRESSURE times the free bytes."""
+
+    If several tenants share the server, a tenant may use at most PRESSURE times the bytes that are still free.
+    """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
         self.limit, self.shared = limit, shared
@@ -136,8 +140,8 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, each may have at most PRESSURE open answers per free place. Tenants with
-    many open answers are therefore refused first, and a new tenant is always admitted.
+    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
+    still admit. Tenants with many open answers are therefore refused first, and a new tenant is always admitted.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
@@ -151,8 +155,9 @@ class RequestLimiter:
 
     @contextmanager
     def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
-        """Admit a request with `answers` answers of a tenant until the block ends. Raises ApiError if the limit of the
-        server, the tenant's part of this limit, or the tenant's `max_open` is reached."""
+        """Admit a request with `answers` answers. The request counts until the `with` block ends. Raises ApiError if
+        the limit of the server, the tenant's part of this limit, or the tenant's `max_open` is reached.
+        """
         if self.is_draining:
             raise draining()
         if answers > self.limit:

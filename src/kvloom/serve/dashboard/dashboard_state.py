@@ -119,7 +119,9 @@ class DashboardState:
         }
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters since the start of the server. Ages count since the start of the engine."""
+        """Return counters since the start of the server. Drafts and ages of entries are counted since the last start of
+        the engine.
+        """
         metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)
         latency = {"ttft": metrics.ttft, "itl": metrics.inter_token, "request": metrics.request_time}

@@ -35,8 +35,9 @@ MAX_SAMPLES = 300
 
 
 class Samples:
-    """The last samples of some series, about `seconds` apart. Rates are per second. None means that there is no
-    measurement. Quantiles of `histograms` cover the last WINDOW samples."""
+    """The last samples of some series, taken about every `seconds` seconds. Rates are per second. None in a series
+    means that nothing was measured. Quantiles of `histograms` cover the last WINDOW samples.
+    """
 
     def __init__(self, names: Sequence[str], histograms: Sequence[Histogram], seconds: float) -> None:
         self._names, self._histograms, self._seconds = names, histograms, seconds
@@ -67,7 +68,7 @@ class Samples:
         return [list(histogram.counts) for histogram in self._histograms]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return one list per series, oldest value first. The last value belongs to `until`."""
+        """Return one list per series, oldest value first. `until` is the time of the last value."""
         rows = list(self._rows)
         series = {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
         return {"seconds": self._seconds, "until": self._last or None, "series": series}

@@ -87,7 +87,9 @@ def _foot(mode: str, note: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """Five figures, each with details and a curve of its history."""
+    """Five figures in a row: hit rate, TTFT, ITL, tokens per second and running requests. Each has details and a curve
+    of its history.
+    """
 
     series: dict[str, Series]
     totals: State
@@ -122,8 +124,8 @@ class _Curves:
         yield table
 
     def _latency(self, name: str) -> tuple[str, str]:
-        """Return p50, and p95 with p99, of the time to first token (TTFT) or between tokens (ITL). Uses the latest
-        measurement, or the values since the start.
+        """Return two texts about TTFT or ITL: p50, and p95 with p99. Uses the latest sample, or the values since the
+        start of the server.
         """
         p50, p95, p99 = (
             next((value for value in reversed(self.series[f"{name}_{q}"]) if value is not None), None)
@@ -148,8 +150,11 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The map of the page pool. Each character represents several cells. Its colour shows the largest part of these
-    cells, and its shape shows their state."""
+    """The map of the page pool. Each character represents several cells of the pool map.
+
+    Its colour and shape are those of the pages that fill the largest part of these cells. The shape shows the state of
+    the pages.
+    """
 
     engine: State
     mode: str
@@ -298,8 +303,9 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order. Branches with the most hits come first. If a branch is the only child, it is shown
-    at its parent's depth."""
+    """Yield the branches below `at` with their depth, in tree order. Siblings with the most hits come first. An only
+    child has the same depth as its parent.
+    """
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child
@@ -334,7 +340,9 @@ class _Requests:
 
 
 def _hit_rate(series: dict[str, Series], end: int) -> float | None:
-    """Return the share of prompt tokens found in the ten seconds before a sample."""
+    """Return the fraction of prompt tokens that were cached, over the five samples (ten seconds) up to index `end`.
+    Returns None if there were no prompt tokens.
+    """
     at = range(max(0, end - 4), end + 1)
     asked = sum(series["prompt_rate"][i] or 0.0 for i in at)
     found = sum((series["prompt_rate"][i] or 0.0) * (series["hit_rate"][i] or 0.0) for i in at)

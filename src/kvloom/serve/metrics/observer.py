@@ -1,10 +1,10 @@
-"""Observes requests. Each request gets a record. When the request finishes, the record is counted, traced and
-written to the recording.
+"""Observes requests. Each request gets a record. When the request finishes, the record is counted, traced and written
+to the recording.
 
     generation ── start, finish       ──▶ RequestObserver ──▶ RequestRecords, Metrics, Traces, Recorder
     engine     ── progress, deltas    ──▶
 
-Requests do not depend on the observer.
+The observer does not affect requests.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RequestRecord:
 
     @property
     def hit_tokens(self) -> Counter[str]:
-        """Number of tokens found, by tier."""
+        """Number of cached prompt tokens, by the tier that had them."""
         found: Counter[str] = Counter()
         for progress in self.progress.values():
             found.update(progress.hits)
@@ -81,21 +81,23 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds from the start of the first load from a tier to the end of the last load, summed over the prompts of
-        the request."""
+        """Seconds of loading from tiers, summed over the prompts. For each prompt, the time counts from the start of
+        its first load to the end of its last load.
+        """
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
     @property
     def queue_seconds(self) -> float | None:
-        """Seconds from the request to its first step, or None if it has not started."""
+        """Seconds from the arrival of the request to the start of its first prompt, or None if no prompt has started."""
         begun = [progress.started for progress in self.progress.values()]
         return max(0.0, min(begun) - self.started) if begun else None
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Seconds until the first token was sent. If all tokens are sent at the end, seconds until the first token was
-        computed."""
+        """Seconds until the first token was sent to the client. If the response is not streamed, seconds until the
+        first token was computed. None if there is no token yet.
+        """
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
         return max(0.0, first_token - self.started) if first_token else None
@@ -115,7 +117,7 @@ class RequestRecord:
 
     @property
     def largest_miss(self) -> RequestProgress | None:
-        """The progress of the prompt that has the most tokens to compute."""
+        """The progress of the prompt with the most tokens that were not cached. None if no prompt has started."""
         return max(self.progress.values(), key=lambda s: self.prompts[s.id] - s.cached_tokens, default=None)
 
     @property
@@ -177,8 +179,10 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may not
-        see the record. If `tenant` is None, all records are visible. O(records)."""
+        """Return the record with the id `id_` or, if there is none, the newest record whose header x-request-id was
+        `id_`. Returns None if `tenant` may not see the record. If `tenant` is None, all records are visible.
+        O(records).
+        """
         found = self._ring.get(id_)
         if found is not None:
             return found if tenant in (None, found.tenant) else None

@@ -9,9 +9,12 @@ MIN_SPREAD = 1e-6
 
 
 class SavedTime:
-    """Sums the saved prefill time in `seconds`. A request saves its cached tokens times the measured seconds per
-    computed token, minus its load time. The seconds per token are the slope of a line fitted to the prefill times of
-    recent requests. Savings are counted after two different prompt lengths were measured."""
+    """Sums the prefill time that cached tokens have saved, in `seconds`.
+
+    A request saves cached tokens * measured seconds per computed token - its load time. The seconds per token are the
+    slope of a line fitted to the prefill times of recent requests. Nothing is counted until two different prompt
+    lengths were measured.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -19,7 +22,7 @@ class SavedTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """The slope, at least 0. It is 0 if it is unknown."""
+        """The slope of the fitted line, at least 0. It is 0 while it is unknown."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= MIN_SPREAD * self._n * self._xx:
             return 0.0

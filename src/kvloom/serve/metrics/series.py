@@ -28,7 +28,7 @@ __all__ = [
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | Histogram
-"""A number, a number per label value (or tuple of values), or a histogram."""
+"""The value of a series: a number, a number per label value (or tuple of label values), or a histogram."""
 EVICTED = ("blocks", "window", "snapshot", "media")
 BREAKERS = ("closed", "half-open", "open")
 
@@ -64,9 +64,11 @@ def exposition(rows: Iterable[Series], model: str) -> str:
 def expositions(
     models: Mapping[str, Iterable[Series]], is_labelled: bool, server: Iterable[Series] = ()
 ) -> str:
-    """Return the series of several models and of the server. Each family occurs once, with the samples of all
-    models. With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the
-    label `model_name`.
+    """Return the series of several models and of the server in Prometheus' text format. Each metric name occurs once,
+    with the samples of all models.
+
+    With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the label
+    `model_name`.
     """
     families: dict[str, list[str]] = {}
     for row in server:
@@ -193,7 +195,7 @@ def tier_series(stats: EngineStats) -> list[Series]:
     breakers = {(t.name, state): float(t.breaker == state) for t in tiers for state in BREAKERS}
     faults = {(tier, verb, outcome): count for tier, verb, outcome, count in stats.tier_faults}
     at = ("tier",)
-    roles = {(role,): float(role == stats.role) for role in ("both", "prefill", "decode")}
+    roles = {(role,): float(role == stats.role) for role in ("both", "prefill", "decode", "encode")}
     return [
         Series("kvloom_role", "gauge", "1 for the role of this worker", roles, labels=("role",)),
         Series("kvloom_load_jobs", "counter", "Load jobs: copies of a request's pages from host memory into the pool", offload.get("load_jobs", 0), aliases=("kvloom_trips",)),
@@ -202,6 +204,7 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_hand_overs", "counter", "Prompts of prefill workers whose pages all arrived", offload.get("hand_overs", 0)),
         Series("kvloom_cut_hand_overs", "counter", "Prompts whose prefill worker or pages were lost or late", offload.get("cut_hand_overs", 0)),
         Series("kvloom_handed_over_pages", "counter", "Pages pulled from prefill workers while they computed", offload.get("handed_over_pages", 0)),
+        *_encoding_series(stats.encoding),
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
         Series("kvloom_loaded_images", "counter", "Images whose embeddings were loaded from tiers", offload.get("loaded_images", 0)),
         Series("kvloom_encoded_images", "counter", "Images that no tier had in time, so the vision encoder ran", offload.get("encoded_images", 0)),
@@ -220,6 +223,23 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_tier_written_bytes", "counter", "Bytes written to a tier", {t.name: t.bytes_written for t in tiers}, labels=at),
         Series("kvloom_tier_evictions", "counter", "Objects evicted from a tier", {t.name: t.evicted for t in tiers}, labels=at),
     ]  # fmt: skip
+
+
+def _encoding_series(counts: Mapping[str, float]) -> list[Series]:
+    """Return the series of images that encode workers encode: of the workers that ask, then of encode workers."""
+    rows = (
+        ("kvloom_handed_over_images", "Images whose embeddings came from encode workers", "handed_over_images"),
+        ("kvloom_handed_over_image_bytes", "Bytes of embeddings that came from encode workers", "handed_over_bytes"),
+        ("kvloom_handed_over_image_hits", "Handed over images that encode workers had encoded before", "hits"),
+        ("kvloom_handed_over_image_seconds", "Seconds from request to embeddings, of handed over images", "seconds"),
+        ("kvloom_sent_image_bytes", "Bytes of images sent to encode workers", "sent_bytes"),
+        ("kvloom_image_fallbacks", "Images encoded here because their encode worker was lost, late, unknown or refused them", "fallbacks"),
+        ("kvloom_encoder_images", "Images that this encode worker encoded", "encoded_images"),
+        ("kvloom_encoder_refused_images", "Images that this encode worker could not encode", "refused_images"),
+        ("kvloom_encoder_seconds", "Seconds in which this encode worker encoded images", "encode_seconds"),
+        ("kvloom_encoder_embedding_bytes", "Bytes of embeddings that this encode worker computed", "embedding_bytes"),
+    )  # fmt: skip
+    return [Series(name, "counter", help_, counts.get(field, 0)) for name, help_, field in rows]
 
 
 def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
@@ -269,7 +289,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return the engine's counts as a Histogram. The default bounds are those of ages."""
+    """Return a Histogram with these bounds, built from counts that the engine sent."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

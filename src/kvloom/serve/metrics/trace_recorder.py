@@ -34,9 +34,11 @@ _ID_BYTES = 6
 
 
 class Recorder:
-    """Writes one line per finished request. Not thread-safe. A request costs one hash of its tokens. Lines are in
-    the file after `flush`. A non-empty file is refused, because hashes of two recordings are not comparable. If
-    there were no requests, `close` deletes the file.
+    """Writes one line per finished request. Not thread-safe.
+
+    A request costs one hash of its tokens. Lines are in the file after `flush`. An existing file with content is
+    refused, because the hashes of two recordings have different keys. If there were no requests, `close` deletes the
+    file.
     """
 
     def __init__(self, path: str | Path, block_tokens: int = 64, model: str = "") -> None:
@@ -72,9 +74,12 @@ class Recorder:
         ending: str | None = None,
         last_computed: bool = True,
     ) -> None:
-        """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its
-        answer. If the engine did not compute the last token, `last_computed` is False, and the block of this token is
-        never cached. `at` should not decrease."""
+        """Write a request that arrived at second `at`, which should not decrease from call to call.
+
+        `tokens` are its prompt (the first `prompt` tokens) and its answer. `last_computed` is False if the engine
+        sampled the last token but did not compute its KV. The block that ends with this token is then not recorded,
+        because it was never cached.
+        """
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
         if not 0 <= prompt <= length:

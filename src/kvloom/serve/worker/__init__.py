@@ -8,11 +8,12 @@
     watchdog.py           Watchdog: detects an engine that hangs
     engine_process.py     the engine process: loads the model, then runs steps
     worker.py             Worker: runs requests on the engine
+    encode_worker.py      EncodeWorker: encodes images for other workers
     image_prompts.py      ImagePrompts: decodes the images of requests in a thread
     stats.py              the engine's counters as one message
     cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
 
-The last five run in the engine process. Names are imported on first use, because the API process does not load
+The last six run in the engine process. Names are imported on first use, because the API process does not load
 torch.
 """
 

@@ -68,8 +68,9 @@ class StartError(Exception):
 
 
 class Backoff:
-    """Computes the pause before each restart. The pause doubles. At most MAX_RESTARTS restarts are allowed within
-    WINDOW_SECONDS."""
+    """Computes the pause before each restart. The pause doubles with each restart. At most MAX_RESTARTS restarts are
+    allowed within WINDOW_SECONDS.
+    """
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()
@@ -93,8 +94,8 @@ class EngineClient:
     | `log`         | a line for the server's log                          |
     | `on_ready`    | the Ready message of each engine                     |
     | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta that a caller reads; may be None          |
-    | `explain`     | a rejection's text; returns the client's error       |
+    | `on_delta`    | each delta of an open request; may be None           |
+    | `explain`     | the text of a rejection; returns the error for the client |
     """
 
     def __init__(
@@ -169,6 +170,12 @@ class EngineClient:
 
     def set_role(self, role: Role) -> None:
         """Change the role. Raises ApiError for a role that this worker cannot have."""
+        if "encode" in (role, self.role) and role != self.role:
+            raise bad_request(
+                f"the role cannot change from {self.role} to {role}: an encode worker loads only the image part of "
+                "its model; start another worker",
+                "role",
+            )
         if role == "prefill" and self.require_ready().peer_address is None:
             raise bad_request(
                 "role prefill needs host memory that decode workers can read: start the server with "
@@ -182,6 +189,8 @@ class EngineClient:
         """Return a snapshot of the cache as JSON. Raises ApiError without an engine, and TimeoutError after
         `seconds`."""
         self.require_ready()
+        if self.role == "encode":
+            raise bad_request("an encode worker has no page pool: its counters are at /metrics")
         answer = asyncio.get_running_loop().create_future()
         self._snapshot_waiters.append(answer)
         self._send(SnapshotRequest())
@@ -291,7 +300,7 @@ class EngineClient:
         return failure or (f"died by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def _handle(self, message: FromEngine) -> str:
-        """Handle a message. If the engine cannot be used, return the reason, else ""."""
+        """Handle a message of the engine process. Return the reason if the engine cannot be used, else ""."""
         if isinstance(message, Outputs):
             self._deliver(message)
             return ""
@@ -350,10 +359,10 @@ class EngineClient:
 
 
 def _restart(start: Start, before: Ready) -> Start:
-    """Return the start options of a restarted engine. All tiers are optional, so that an unavailable tier does not
-    prevent serving.
+    """Return the start options for a restart after an engine (`before`) has died.
 
-    A pool that shares memory starts with its last size, because other pools may use the rest.
+    All tiers become optional, so that an unavailable tier does not prevent serving. A pool that shares memory starts
+    with its last size, because other pools may use the rest.
     """
     settings = {
         **start.settings,

@@ -50,6 +50,7 @@ from .watchdog import HEARTBEAT_SECONDS
 if TYPE_CHECKING:
     from kvloom.engine import Engine, OffloadManager
 
+    from .encode_worker import EncodeWorker
     from .worker import Worker
 
 __all__ = ["load_engine", "main"]
@@ -80,8 +81,9 @@ def main(fd: int) -> None:
     threading.Thread(target=sender.send_heartbeats, daemon=True).start()
     from kvloom.models.specs import ModelError
 
+    is_encoder = start.settings.get("role") == "encode"
     try:
-        worker, ready = _load_worker(start)
+        worker, ready = _load_encode_worker(start) if is_encoder else _load_worker(start)
     except (ModelError, ValueError, OSError) as error:
         sender.send(StartFailed(str(error)))
         return
@@ -192,6 +194,12 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
     return worker, ready
 
 
+def _load_encode_worker(start: Start) -> tuple[EncodeWorker, Ready]:
+    from .encode_worker import load_encode_worker
+
+    return load_encode_worker(start)
+
+
 def _image_refusal(engine: Engine) -> str:
     """Return the reason why the model accepts no images, or ""."""
     from kvloom.models.vision import Vision
@@ -206,7 +214,7 @@ def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:
     return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 
-def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
+def _serve(sender: _Sender, inbox: Inbox, worker: Worker | EncodeWorker) -> None:
     for step in count(1):
         if not worker.is_busy:
             sender.step = 0
@@ -228,11 +236,11 @@ def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
 
 
 def _handle(
-    worker: Worker,
+    worker: Worker | EncodeWorker,
     message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None,
 ) -> None:
     if message is None:
-        worker.engine.close(CLOSE_SECONDS - 0.5)
+        worker.close(CLOSE_SECONDS - 0.5)
         os._exit(0)
     worker.handle(message)
 

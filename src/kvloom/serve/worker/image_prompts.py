@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvloom.engine import encode_image_prompt, load_processor
+from kvloom.models.paged import Image
 from kvloom.models.vision import Vision
 from kvloom.serve.images import decode_image
 
@@ -33,7 +34,7 @@ class ImagePrompts:
         self._model, self._vision, self._processor = model, vision, processor
         self._waiting: OrderedDict[str, deque[Add]] = OrderedDict()  # by tenant; the next turn first
         self._waiting_bytes = 0
-        self._current: tuple[Add, Future[tuple[Add, list[Any]]]] | None = None
+        self._current: tuple[Add, Future[tuple[Add, list[Image]]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 
     def __bool__(self) -> bool:
@@ -63,7 +64,7 @@ class ImagePrompts:
         if self._current is not None and self._current[0].id == id_:
             self._current = msgspec.structs.replace(self._current[0], id=-1), self._current[1]
 
-    def take(self) -> tuple[Add, list[Any] | ValueError] | None:
+    def take(self) -> tuple[Add, list[Image] | ValueError] | None:
         """Return a prepared request and its images, or the reason why it is refused. Returns None if no request is
         ready. Does not wait.
         """
@@ -89,7 +90,7 @@ class ImagePrompts:
         self._waiting_bytes -= _encoded_bytes(message)
         self._current = message, self._thread.submit(self._prepare, message)
 
-    def _prepare(self, message: Add) -> tuple[Add, list[Any]]:
+    def _prepare(self, message: Add) -> tuple[Add, list[Image]]:
         """Return the request with its expanded prompt, and its images."""
         given = message.image_prompt
         assert given is not None
@@ -107,7 +108,8 @@ class ImagePrompts:
             )
         if given.max_tokens is not None and count + params.max_tokens > given.max_tokens:
             params = replace(params, max_tokens=given.max_tokens - count)
-        return msgspec.structs.replace(message, prompt=tokens, params=params, image_prompt=None), inputs
+        read = [self._vision.read_image(one, message.tenant, message.read, message.store) for one in inputs]
+        return msgspec.structs.replace(message, prompt=tokens, params=params, image_prompt=None), read
 
 
 def _encoded_bytes(message: Add) -> int:

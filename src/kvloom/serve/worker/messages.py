@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.core import Objective
-from kvloom.engine import SamplingParams
+from kvloom.engine import Role, SamplingParams
 
 __all__ = [
     "HEADER_BYTES",
@@ -79,7 +79,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `observe`   | False: send neither stats nor request progress                |
     | `settings`  | settings of the engine: arguments of `engine_config`          |
     | `log_level`, `log_format` | of the engine process's log                                  |
-    | `share_bytes` | size that the pool can always reach, of memory that models share; None: it shares none |
+    | `share_bytes` | if models share memory: the size that the pool can always reach; else None |
     """
 
     model: str
@@ -159,6 +159,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """The objectives of the request. For missing values, the objectives of its tenant or of the server apply."""
     arrived: float | None = None
     """When the request arrived, on the monotonic clock."""
+    encoder: str | None = None
+    """Address (host:port) of the encode worker that a router chose for the images."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +203,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 class SetRole(msgspec.Struct, frozen=True, tag=True):
     """A message from the server that changes the role of the worker."""
 
-    role: Literal["both", "prefill", "decode"]
+    role: Role
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -327,7 +329,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `proposed_tokens`, `accepted_tokens` | draft tokens by position in their draft                           |
     | `speculation`               | the last decision about each proposer, and why                             |
     | `offload`                   | counters of the offload manager                                            |
-    | `role`                      | both, prefill or decode                                                    |
+    | `role`                      | both, prefill, decode or encode                                            |
+    | `encoding`                  | counters of `EncodingStats`, or of `EncoderStats` in an encode worker      |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
     | `slo`                       | requests with an objective, by verdict: admit, defer, refuse                |
     | `slo_ttft_ratio`, `slo_tbt_ratio` | actual divided by predicted time, of admitted requests                |
@@ -368,6 +371,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     speculation: dict[str, str] = {}
     offload: dict[str, int] = {}
     role: str = "both"
+    encoding: dict[str, float] = {}
     tier_faults: list[tuple[str, str, str, int]] = []
     slo: dict[str, int] = {}
     slo_ttft_ratio: HistogramCounts = ([], 0.0)
@@ -377,8 +381,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens of one
-    request. `number` is the number of the last completed ResizePool."""
+    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens that one
+    request may have. `number` is that of the last ResizePool message that was carried out.
+    """
 
     pool_bytes: int
     target_bytes: int

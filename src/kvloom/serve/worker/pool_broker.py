@@ -1,9 +1,9 @@
 """Divides one memory budget between the pools of several models. Busy models use the memory of idle models.
 
-    every PERIOD:   loads of all models ──▶ plan ──▶ shrink the givers, wait for their answers ──▶ grow the takers
+    every PERIOD:   loads of all models ──▶ plan ──▶ shrink some pools, wait for their answers ──▶ grow full pools
 
 A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool gets unassigned bytes
-first, then bytes of idle models, then bytes of models above their equal share.
+first, then bytes of idle models, then free bytes of busy models, then bytes of models above their equal share.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ GROWTH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """The state of one model's pool. `is_busy` states that the model has running or waiting requests. `is_full`
-    states that the pool evicted pages, or that requests wait for pages.
+    """The state of one model's pool. `is_busy` is True if the model has had running or waiting requests recently.
+    `is_full` is True if the pool evicted pages recently, or if requests wait for pages.
     """
 
     pool_bytes: int
@@ -50,12 +50,16 @@ class PoolLoad:
 
 
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
-    """Return the new sizes of the pools that change. A pool may shrink by less than planned, so other pools may
-    grow only after it has shrunk.
+    """Return the new sizes of the pools that change, in bytes. The sum of all sizes stays within `budget`.
 
-    Unused bytes of an idle model are taken first, then its cached pages. Cached pages of a busy model are taken
-    only if it is above its equal share and the growing pool is below its share. The sum of all sizes stays within
-    `budget`.
+    Pools of busy models that are full grow. Bytes for them are taken in this order:
+
+      1. bytes that no pool has
+      2. pools of idle models, down to their smallest size
+      3. unused bytes of busy models that are not full
+      4. pools of busy models above their equal share, down to the share, if a growing pool is below its share
+
+    A pool may shrink by less than planned, so other pools may grow only after it has shrunk.
     """
     takers = {name: load for name, load in loads.items() if load.is_full and load.is_busy}
     if not takers:
@@ -97,8 +101,9 @@ def _growth(load: PoolLoad, share: int) -> int:
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round. A changed counter shows that requests have run since the last round,
-    even if no request runs now."""
+    """The counters of an engine at the last round, and the last time when it was busy. A changed counter shows that
+    requests ran between two rounds, even if none runs now.
+    """
 
     steps: int = 0
     evictions: int = 0
@@ -117,7 +122,9 @@ class _Activity:
 
 
 class PoolBroker:
-    """Resizes the pools of the engines that `engines` returns, so that their sum stays within `budget` bytes."""
+    """Keeps the pools of several engines within `budget` bytes together, and resizes them by their load. `engines`
+    returns the engines by name.
+    """
 
     def __init__(self, budget: int, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
         self.budget, self._engines = budget, engines
@@ -187,7 +194,9 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize message. Until the engine answers, the larger of the old and the new size counts."""
+        """Send a resize message and return the task that waits for the answer. Until the engine answers, its pool
+        counts with the larger of the old and the new size.
+        """
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))
         task.add_done_callback(partial(self._answered, engine))

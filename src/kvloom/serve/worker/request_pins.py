@@ -46,7 +46,7 @@ class RequestPins:
             self._pins.append((control.session, pin))
 
     def end_session(self, session: str) -> None:
-        """End the pins of a session. `session` is the session in their CacheControl."""
+        """End the pins of a session. `session` is the key of the session in the CacheControl of its requests."""
         self._end([pin for name, pin in self._pins if name == session])
 
     def free(self, needed: int) -> None:

@@ -79,6 +79,7 @@ def engine_stats(
         tenants=tenants,
         **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         role=engine.role,
+        encoding={} if engine.encoders is None else asdict(engine.encoders.stats),
         **_slo_stats(engine.scheduler.slo.admission),
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )

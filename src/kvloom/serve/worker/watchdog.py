@@ -1,9 +1,9 @@
 """Detects an engine process that hangs. The engine sends a heartbeat with its step number every HEARTBEAT_SECONDS.
 
-| it hangs if                       | limit            | does not count                                             |
-|-----------------------------------|------------------|------------------------------------------------------------|
-| no message arrives for            | `silent_seconds` | before it is ready `step_seconds` applies: imports block heartbeats |
-| one step takes                    | `step_seconds`   | loading and idle time                                      |
+| the process counts as hung if                   | limit            | exception                                      |
+|-------------------------------------------------|------------------|------------------------------------------------|
+| no message arrives for longer than the limit    | `silent_seconds` | until it is ready, the limit is `step_seconds`, because imports block heartbeats |
+| one step takes longer than the limit            | `step_seconds`   | loading and idle time do not count             |
 
 Heartbeats are also sent during long steps (first prefill on a CPU, kernel compilation). Time in which the API process
 did not run does not count, so a suspended machine resumes without a restart.

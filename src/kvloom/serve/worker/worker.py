@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
+import torch
 
 from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
+from kvloom.models.paged import Image
 
 from .cache_snapshot import CacheSnapshot
 from .image_prompts import ImagePrompts, ImagesBusyError
@@ -42,16 +45,17 @@ from .stats import engine_stats, tier_usages
 __all__ = ["Worker", "max_request_tokens"]
 
 GROWTH_SECONDS = 0.002
-"""Pause in seconds after a step in which requests wait until the pool has grown."""
+"""Pause in seconds after a step if requests wait for the pool to grow."""
 STATS_SECONDS = 0.25
 SHORT_SECONDS = 0.05
-"""Seconds between two stats messages while a model lacks pages that other models could give."""
+"""Seconds between two stats messages while this model lacks pages and shares memory with other models."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, with the number of sent tokens of each answer (-1 if it has finished), and the time of
-    its first token."""
+    """A request in the engine. `sent_tokens` is the number of tokens already sent, by answer, or -1 if the answer has
+    finished. `first` is the time of the first token.
+    """
 
     message: Add
     request: Request
@@ -67,6 +71,13 @@ class _TenantQuota:
     quota: int
     reserved: int = 0
     waiting: deque[tuple[Add, int]] = field(default_factory=deque)
+
+
+class _AwaitedImages(NamedTuple):
+    """A request that waits for encode workers, and the embeddings by the index of their image."""
+
+    message: Add
+    requested: dict[int, Future[torch.Tensor | None]]
 
 
 class Worker:
@@ -94,7 +105,8 @@ class Worker:
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._images = images
         self._pins = RequestPins(engine)
-        self._image_inputs: dict[int, list[Any]] = {}  # until the request is added
+        self._image_inputs: dict[int, list[Image]] = {}  # until the request is added
+        self._awaiting_embeddings: dict[int, _AwaitedImages] = {}
         self._steps = 0
         self._rejected: list[Rejected] = []
         self._preemptions = self._finished_tokens = 0
@@ -130,10 +142,11 @@ class Worker:
         return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
-        last token.
+        """Poll transfers, images, grammars and the size of the pool. Call this method regularly while no step runs,
+        because stores to tiers may finish after the last token.
         """
         self._enqueue_with_images()
+        self._enqueue_encoded()
         self._enqueue_compiled()
         self.engine.adjust_pool()
         offload = self.engine.offload
@@ -174,6 +187,7 @@ class Worker:
         """Run one engine step. Return its results, or None if there are none."""
         progress: list[RequestProgress] = []
         self._enqueue_with_images()
+        self._enqueue_encoded()
         self._enqueue_compiled()
         if self.engine.busy:
             stepped = self.engine.step()
@@ -200,6 +214,10 @@ class Worker:
             deltas or rejected or progress or any(part is not None for part in (stats, snapshot, pool))
         )
         return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
+
+    def close(self, seconds: float) -> None:
+        """Cancel all requests and close the engine. Takes at most `seconds`."""
+        self.engine.close(seconds)
 
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
         """Return the progress of prompts that started in this step or got their first token."""
@@ -234,20 +252,24 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests that fit into the pool's share of memory wait until the pool has grown."""
+        """Set the share of this model: the size that its pool can always reach, because models share memory. A request
+        that fits only into this size waits until the pool has grown.
+        """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens of one request that fits into the pool, or into the pool's share of memory."""
+        """The largest number of tokens of one request. It follows from the pool's share of shared memory or, without
+        shared memory, from the size of the pool.
+        """
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
 
     @property
     def is_preparing(self) -> bool:
-        """Whether requests wait for their images or grammars."""
-        return bool(self._compiling) or bool(self._images)
+        """Whether requests wait for their images, embeddings or grammars."""
+        return bool(self._compiling) or bool(self._images) or bool(self._awaiting_embeddings)
 
     def _prepare_images(self, message: Add) -> None:
         """Queue a request after its images are decoded. Another thread decodes them, and steps do not wait."""
@@ -267,6 +289,32 @@ class Worker:
                 self._reject(message.id, images)
             else:
                 self._image_inputs[message.id] = images
+                self._request_embeddings(message, images)
+
+    def _request_embeddings(self, message: Add, images: list[Image]) -> None:
+        """Queue a request after encode workers have answered for its images. Images in the cache are not requested."""
+        encoders = self.engine.encoders
+        if encoders is None:
+            self._compile_grammar(message)
+            return
+        try:
+            needed = self.engine.images_to_request(
+                message.prompt, images, _control(message), message.awaits_peer
+            )
+        except ValueError as error:
+            self._reject(message.id, error)
+            return
+        requested = {place: encoders.request(images[place], message.encoder) for place in needed}
+        self._awaiting_embeddings[message.id] = _AwaitedImages(message, requested)
+
+    def _enqueue_encoded(self) -> None:
+        for id_, (message, requested) in list(self._awaiting_embeddings.items()):
+            if all(one.done() for one in requested.values()):
+                del self._awaiting_embeddings[id_]
+                self._stats_changed = True
+                images = self._image_inputs[id_]
+                for place, one in requested.items():
+                    images[place] = replace(images[place], embeddings=one.result())
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
@@ -349,16 +397,7 @@ class Worker:
         retain = [RetainRange(one.start, one.stop, one.priority, one.ttl) for one in message.retain]
         if message.ttl is not None:
             retain.append(RetainRange(ttl=message.ttl))
-        session = None if message.session is None else _session_key(message.tenant, message.session)
-        control = CacheControl(
-            tenant=message.tenant,
-            salt=message.salt,
-            store=message.store,
-            read=message.read,
-            session=session,
-            retain=tuple(retain),
-            lossy=message.lossy,
-        )
+        control = replace(_control(message), retain=tuple(retain))
         try:
             request = self.engine.add(
                 message.prompt,
@@ -396,6 +435,7 @@ class Worker:
         self._compiling.pop(id_, None)
         self._compiled.pop(id_, None)
         self._image_inputs.pop(id_, None)
+        self._awaiting_embeddings.pop(id_, None)
         if self._images is not None:
             self._images.cancel(id_)
         for quota in self._quotas.values():
@@ -422,8 +462,8 @@ class Worker:
         self.engine.end_session(key)
 
     def _bytes_needed(self, message: Add) -> int:
-        """Return the largest number of pool bytes that a prompt and its answers can use. Answers share the full
-        blocks of the prompt.
+        """Return the largest number of pool bytes that a prompt and its answers can use. The full blocks of the prompt
+        count once, because all answers share them.
         """
         layout = self.engine.layout
         more, samples = message.params.max_tokens, message.params.samples
@@ -505,7 +545,7 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Clear the flag for unreported changes when the engine is idle."""
+        """Clear the flag for unreported changes. While the engine is busy, the flag stays set."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 
@@ -554,6 +594,19 @@ def _prompt_tokens(request: Request) -> int | None:
     other requests.
     """
     return None if request.images is None else len(request.prompt)
+
+
+def _control(message: Add) -> CacheControl:
+    """Return how a request uses the cache, without the priorities of its tokens."""
+    session = None if message.session is None else _session_key(message.tenant, message.session)
+    return CacheControl(
+        tenant=message.tenant,
+        salt=message.salt,
+        store=message.store,
+        read=message.read,
+        session=session,
+        lossy=message.lossy,
+    )
 
 
 def _session_key(tenant: str, session: str) -> str:

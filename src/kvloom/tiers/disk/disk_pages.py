@@ -1,6 +1,5 @@
 """Lists the pages in the directory of a disk tier, for operators. A server may use the directory at the same time.
-Only `drop` needs the lock of the directory.
-"""
+Only `drop` needs the directory's lock, so `drop` fails while a server uses the directory."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ __all__ = ["DiskPages"]
 
 
 class _UnchangedFiles(SystemFiles):
-    """A read-only view of a directory. The process that owns the files may remove them at any time."""
+    """Read-only access to a directory. The server that owns the files may remove them at any time."""
 
     def remove(self, name: str) -> None:
         return

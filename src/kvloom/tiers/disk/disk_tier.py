@@ -3,8 +3,8 @@
     write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
     read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
 
-`segment.py` defines the format. `segment_store.py` has the index and eviction. `segment_writer.py` and
-`segment_reader.py` run the transfers.
+To seal a page is to compute its header and its stored bytes. `segment.py` defines the file format. `segment_store.py`
+has the index and eviction. `segment_writer.py` and `segment_reader.py` run the transfers.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ log = logging.getLogger("kvloom.tiers")
 class DiskConfig:
     """Settings of a disk tier.
 
-    - `durable`: with "power" a stored page survives power loss, and queued pages share one sync. With "process" it
-      survives the end or crash of the process.
+    - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With "process", a
+      stored page survives only the end or crash of the process.
     - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the smaller
       of 64 MiB and a quarter of the capacity.
-    - `pending_bytes`: the limit of bytes in flight per direction. Objects beyond the limit get the outcome BUSY.
+    - `pending_bytes`: the limit of queued and running reads, and of queued and running writes, in bytes. Objects beyond
+      the limit get the outcome BUSY.
     - `copy_forward`: when a segment is evicted, its pages that were read are copied to another segment.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
@@ -183,8 +184,8 @@ class DiskTier(Tier):
         return self._closed
 
     def set_shares(self, shares: Shares) -> None:
-        """Sets the shares to enforce, and removes files above a share. Raises TierError if such a file cannot be
-        removed."""
+        """Sets the shares of tenants to enforce, and removes files of tenants that exceed their share. Raises
+        TierError if a file cannot be removed."""
         self._tenants = tuple(shares)
         try:
             self._store.set_shares(shares)
@@ -197,15 +198,18 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because block hashes cannot
-        be found from its stored keys."""
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because its stored keys do
+        not contain the block hashes."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with the keys under which they are stored on disk. Without a key file these are
-        `Objects.keys`. With a key file they are derived from the tenant's key, and NoKeyError is raised if the tenant
-        has none. With `legacy`, an object that is on disk only as an encrypted page of format version 2 keeps its key
-        from `Objects.keys`."""
+        """Returns the objects with the keys under which the disk stores them. Without a key file, these are
+        `Objects.keys`. With a key file, they are derived from the tenant's key. Raises NoKeyError if the tenant has no
+        key.
+
+        Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, an object that
+        is on disk only in this format keeps that key.
+        """
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)
@@ -331,14 +335,14 @@ class DiskTier(Tier):
         return len(dropped)
 
     def drop_stored(self, keys: Sequence[bytes]) -> int:
-        """Removes objects by their keys on disk. Returns the number removed. For operators."""
+        """Removes objects by their stored keys, for operators. Returns the number of removed objects."""
         dropped = self._store.remove_keys(keys)
         if dropped:
             self._writer.submit_tombstones(dropped)
         return len(dropped)
 
     def remove_empty_files(self) -> None:
-        """Removes files without pages. Call it before the first write. For operators."""
+        """Removes files without pages, for operators. Call this method before the first write."""
         self._store.remove_empty()
 
     def stats(self) -> TierStats:
@@ -386,7 +390,7 @@ def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
 
 
 def parse_url(url: str) -> Callable[[], DiskTier]:
-    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`. Returns the function that opens the tier."""
+    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`. Returns a function that opens the tier."""
     plain, _, query = url.partition("?")
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:

@@ -1,7 +1,7 @@
-"""All system calls of a disk tier. Tests replace the class `Files` to let a call fail.
+"""All system calls of a disk tier. Tests replace the class `Files` to make a call fail.
 
-Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page
-cache. This module does not depend on formats.
+Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page cache.
+This module does not depend on file formats.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _LOCK_BYTES = 32  # the lock file contains the id of the process that has the lo
 
 
 class Files:
-    """The files of one directory, accessed through an open descriptor of the directory. A later mount over the path
-    therefore does not redirect writes.
-    """
+    """The files of one directory. All calls use an open descriptor of the directory. If another file system is later
+    mounted over the path, writes still go to this directory."""
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
@@ -91,11 +90,9 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads bytes from `offset` into `into`, which consists of whole runs. Returns the number of bytes read and
-        the checksums of the runs.
-
-        Checksums of runs that were not read are undefined.
-        """
+        """Reads bytes from `offset` into `into`, whose size is a multiple of `run_bytes`. Returns the number of bytes
+        read and the checksums of the runs. At the end of the file fewer bytes are read. Checksums of runs that were
+        not read are undefined."""
         step, done = read_step(run_bytes), 0
         sums = []
         for at in range(0, len(into), step):
@@ -124,8 +121,8 @@ class Files:
 
 
 class SystemFiles(Files):
-    """A `Files` whose `read_checked` reads bytes and computes their checksums in one native call. Without native code,
-    it does the same in Python."""
+    """A `Files` whose `read_checked` reads bytes and computes their checksums in one native call. If the native code
+    is not built, Python does the same."""
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
@@ -140,9 +137,8 @@ class UntrustedFileError(OSError):
 
 
 def _owners_of(directory: int) -> frozenset[int]:
-    """Returns the user ids whose files a tier accepts in a directory. These are this user and, if this user is
-    root, the owner of the directory.
-    """
+    """Returns the user ids whose files a tier accepts in a directory: this user and, if this user is root, the owner
+    of the directory."""
     us = os.geteuid()
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
 

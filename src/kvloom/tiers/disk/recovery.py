@@ -1,10 +1,10 @@
-"""Reads the directory of a disk tier when it is opened. Returns its segments, and their records in the order of
+"""Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the order of
 writing.
 
-A killed process may leave partly written pages in an unsealed segment. After power loss, the segment before it may
-also have such pages. Records of these two segments are therefore not `is_verified`. For such a page the tier
-prefers an older copy, and a new write stores the page again. This module uses neither the tier's shares nor its
-index.
+A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the
+segment before it may also have such pages. The records of both segments are therefore not `is_verified`. For such a
+page, the tier prefers an older copy, and a new write stores the page again. This module uses neither the tier's shares
+nor its index.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["RecoveredSegments", "recover"]
 
 @dataclass(slots=True)
 class RecoveredSegments:
-    """The result of recovery. `numbers` are the segment numbers of this user's files. `foreign` are unreadable files
-    and files of other versions, with their sizes. `unread` are segments that were read only in part. `still_stored`
-    are dropped keys whose bytes are still on disk.
-    """
+    """The result of recovery. `numbers` are the segment numbers of all files of this user. `records` are the records
+    that were not dropped. `foreign` has the sizes of files that are unreadable or of other versions, by segment
+    number. `unread` are segments that could be read only in part. `still_stored` are dropped keys whose bytes are
+    still on disk."""
 
     numbers: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -42,10 +42,8 @@ def recover(
     notes: dict[str, None],
 ) -> RecoveredSegments:
     """Opens every segment, reads its page headers, and adds the segment to `segments`. `dead` maps each dropped key to
-    the last position at which it was dropped.
-
-    Raises OSError if the directory cannot be read.
-    """
+    a position: copies of the key up to this position are dropped. Messages for the operator are added to `notes`.
+    Raises OSError if the directory cannot be read."""
     stems = [name[:-4] for name in files.list_names() if name.endswith(".seg")]
     numbers = sorted(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
@@ -87,7 +85,8 @@ def _records(
     recovered: RecoveredSegments,
     notes: dict[str, None],
 ) -> list[Record]:
-    """Returns the records of one segment that were not dropped."""
+    """Returns the records of one segment that were not dropped. Adds dropped keys and a partly read segment to
+    `recovered`."""
     records = []
     try:
         for record in segment.records():

@@ -6,9 +6,9 @@ objects, then their bodies. Files are append-only.
               page headers (see codec)  checksum u64         of the frame's header and page headers, which take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-There is no separate index, so opening a segment reads the page headers of all frames. An unfinished frame is detected
-by its checksum or by the checksums of its objects. Every frame repeats the segment's random id, so page content cannot
-look like a frame. This module does not depend on tiers.
+There is no separate index, so opening a segment reads the page headers of all frames. The checksum of a frame shows
+whether its headers are complete. The checksums of its objects show whether the bodies are complete. Every frame
+repeats the segment's random id, so page content cannot look like a frame. This module does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 _MAX_SCANS = 4
-"""Limit of the bytes that are read to find frames after damaged frames, as a multiple of the file's size. Another 64 *
-_SCAN_BYTES bytes are always allowed."""
+"""After a damaged frame, the next frame is searched. All searches in a file together read at most this multiple of the
+file's size, plus 64 * _SCAN_BYTES bytes."""
 MAX_HEAD_BYTES = 32 << 20
 """Largest number of bytes of page headers in one frame. A reader never allocates more memory, even if a frame states a
 larger size."""
@@ -70,8 +70,11 @@ class Record:
 
 class Frame:
     """The page headers and bodies of some objects. Each body is padded to whole blocks. `size` is the number of bytes
-    of all padded bodies. A frame is built before its position in the file is known, and its records are built after the
-    write. The appending thread therefore has little work."""
+    of all padded bodies.
+
+    The sealing thread builds a frame before the frame's position in the file is known. The records are built after the
+    write. The appending thread therefore has little work.
+    """
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
 
@@ -86,11 +89,11 @@ class Frame:
 
     @property
     def span(self) -> int:
-        """Bytes that the frame uses on disk."""
+        """Bytes that the frame uses on disk, with headers and padding."""
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
-        """Writes the frame's position into its header."""
+        """Writes the frame's position in the segment into the frame's header."""
         end = self._used - _CHECK.size
         stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
         _FRAME.pack_into(self.block, 0, *stated, len(self.heads), end - _FRAME.size, self.size)
@@ -220,8 +223,8 @@ class Segment:
         """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
         headers.
 
-        After a damaged frame, searches for the next frame. The search reads the bytes between the frames, but reads a
-        damaged file at most a few times.
+        After a damaged frame, the method searches the following bytes for the next frame. Searches read a damaged file
+        at most a few times.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -315,7 +318,8 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Truncates the file to the end of its last frame."""
+        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more
+        frames."""
         if self.end < self.size:
             self._files.truncate(self.fd, self.end)
             self.size = self.end
@@ -325,10 +329,11 @@ class Segment:
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:
-        """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
+        """Returns the file descriptor if the segment is `removed` and has no readers, else -1. The caller must close
+        the descriptor.
 
-        The caller holds the store's lock. The caller closes the descriptor after it has released the lock, because
-        freeing a file may take long.
+        The caller holds the store's lock, and closes the descriptor after it has released the lock. Closing frees the
+        file, which may take long.
         """
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:

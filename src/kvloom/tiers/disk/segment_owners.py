@@ -1,8 +1,8 @@
-"""The owners of a disk tier's segments. Each owner has a segment size, a current segment and a next segment to
-evict.
+"""The owners of a disk tier's segments. Each owner has a segment size and a current segment, which receives its
+writes.
 
-Tenants without a share store pages in shared segments. A tenant with a share has its own segments, so its limit is
-enforced by removing its files. Only the appending thread calls these methods, except `used_bytes`.
+A tenant with a share owns its own segments. The tier enforces the tenant's limit by removing these files. All other
+tenants share one owner. Only the appending thread calls these methods, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ _MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
 """Largest and smallest number of segments per share, and largest number of segments of all shares together. Each
 segment is an open file."""
 _PIECE_BYTES = 64 << 20
-"""Smallest size of a share's segments, if the share has space for four such segments."""
+"""Smallest size of a share's segments. A share that is too small for four such segments uses smaller ones."""
 
 
 class SegmentOwner(Account):
-    """Counts the bytes of one owner of segments. An owner is a tenant with a share, or all other tenants together.
-    `name` is the owner id in segment headers. `current` is the segment that receives writes. `used` is the size of all
-    files.
-    """
+    """The segments and bytes of one owner: a tenant with a share, or all other tenants together. `name` is the owner
+    id in segment headers. `current` is the segment that receives writes. `used` is the size of all files."""
 
     __slots__ = ("current", "name", "segment_bytes")
 
@@ -38,7 +36,7 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless the share has space for three segments of this size: the current segment, the next one,
+        """Raises OSError unless the share has space for three segments of this size: the current one, the next one,
         and one to read."""
         if 3 * segment_bytes > self.limit:
             raise OSError(
@@ -48,8 +46,7 @@ class SegmentOwner(Account):
 
 class SegmentOwners:
     """The owners of the segments in a disk tier: one for each tenant with a share, and one for all other tenants.
-    `segments` is the table of the segment store, by number.
-    """
+    `segments` contains all segments of the store, by number."""
 
     def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
         self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
@@ -87,16 +84,18 @@ class SegmentOwners:
         return owner.used
 
     def newest_segment(self, owner: SegmentOwner) -> Segment | None:
-        """Returns the newest segment with this owner's id."""
+        """Returns the newest segment of this owner, or None."""
         own = (segment for segment in self._segments.values() if segment.owner == owner.name)
         return max(own, key=lambda segment: segment.number, default=None)
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
-        """Returns the segment to evict so that `owner` gets space, or None. O(segments).
+        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
+        considered. O(segments).
 
-        Candidates are the segments of this owner and of owners above their guarantee. If there are none, all
-        segments are candidates. The oldest or the least recently used candidate is returned. Current segments of
-        other owners are chosen last. The current segment of this owner is never chosen.
+        Segments of `owner`, and of owners above their guarantee, come first. If there are none, segments of all owners
+        are considered. In both cases, segments that still receive writes of other owners are chosen last. With
+        `oldest`, the oldest segment is chosen, otherwise the least recently used one. The current segment of `owner`
+        is never chosen.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

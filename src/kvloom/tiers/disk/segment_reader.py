@@ -1,10 +1,10 @@
-"""Reads pages from disk with several threads. Each read has a quarter of a megabyte and is verified at once.
+"""Reads pages from disk with several threads. One read has about 256 KiB and is verified at once.
 
     many pages     a job has whole pages; one call reads pages that are adjacent on disk
     few pages      each page is split into several jobs, so all threads have work
 
 The calling thread only splits the work into jobs. The reading threads compute the disk ranges, so reading starts
-early. A page is OK if all its reads are OK. A single failed read sets the outcome of the page.
+early. A page is OK if all its reads are OK. One failed read sets the outcome of the whole page.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Reads the bytes `part` of each record. `found` contains the records and their indexes in the transfer. All
-        records have the same form. The caller has counted one reader per record in the segment store, and the job
-        releases these readers."""
+        """Queues the reads of the bytes `part` of each record. `found` contains (index in the transfer, record) pairs.
+        All records have the same form.
+
+        The caller has counted one reader per record in the segment store (`begin_reads`). The jobs release these
+        readers.
+        """
         size = part[1] - part[0]
         with self._lock:
             self.pending += len(found) * size
@@ -103,7 +106,7 @@ class SegmentReader:
         return run
 
     def _ranges(self, job: _Job) -> list[_DiskRange]:
-        """Returns the disk ranges that contain a job's records, in disk order."""
+        """Returns the disk ranges that contain a job's records, in disk order. Adjacent records become one range."""
         call, found, size = job.call, job.found, job.part[1] - job.part[0]
         starts, offsets = call.starts, [record.offset for _, record in found]
         if offsets != sorted(offsets):
@@ -159,7 +162,8 @@ class SegmentReader:
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Sets the outcomes of damaged pages in a read. Returns the intact pages."""
+        """Sets the outcomes of damaged pages in one disk range. Returns the indexes of the intact pages. `sums` are
+        the checksums of the bytes that were read, and `wanted` selects the expected checksums in the page header."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
@@ -198,8 +202,8 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Counts how many reads of one page are still running, and how many have not succeeded. A page may need several
-    reads. The reader's lock guards the counters."""
+    """The reads of one page that was split into several jobs: how many still run, and how many have not succeeded. The
+    reader's lock guards both counters."""
 
     __slots__ = ("_good", "_remaining")
 
@@ -229,17 +233,16 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Returns whether a record can be read directly into the caller's memory. O_DIRECT needs whole blocks.
-
-        If one page of a call is unaligned, all pages of the call are treated as unaligned.
-        """
+        """Returns whether a record can be read directly into the caller's memory. The stored bytes must be plain. With
+        O_DIRECT, the memory must also be aligned to blocks. If one page of a call is unaligned, all pages of the call
+        count as unaligned."""
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
 class _Job:
-    """A read of the bytes `part` of some records. Each record has its index in the transfer. `count` is set if one page
-    is split into several jobs."""
+    """A read of the bytes `part` of some records. `found` contains (index in the transfer, record) pairs. `count` is
+    set if a page is split into several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]
@@ -247,7 +250,8 @@ class _Job:
     count: _PageReads | None = None
 
     def mark_verified(self, records: list[Record]) -> None:
-        """Marks records as verified if this job read their whole pages without an error."""
+        """Marks records as verified, after their bytes matched the checksums. Does nothing if the call reads only a
+        part of each page."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
             if not record.is_verified:
@@ -256,7 +260,8 @@ class _Job:
 
 @dataclass(slots=True)
 class _DiskRange:
-    """Adjacent records on disk that one call reads, and the start of each record's page in memory."""
+    """Records that are adjacent on disk, which one call reads. Each item is (index in the transfer, record, start of
+    the page in memory)."""
 
     segment: Segment
     items: list[tuple[int, Record, int]]

@@ -1,8 +1,8 @@
 """The segments of a disk tier and their index: positions of pages, recovery after a crash, eviction.
 
-One thread appends frames, starts segments and evicts. Any thread may look up pages. When a segment is started,
-space for the following segment is freed, so the files never exceed the capacity. A tenant with a share has its own
-segments. This module does not depend on transfers.
+One thread appends frames, starts segments and evicts. Any thread may look up pages. When a segment is started, the
+store also frees space for the segment after it. The files therefore never exceed the capacity. A tenant with a share
+has its own segments. This module does not depend on transfers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, pages of an evicted segment
-    that have been read are copied to a new segment, up to half a segment. `ttl` is the number of seconds after which a
-    page expires. 0 means never."""
+    """Settings of the store. `evict` selects the segment to evict: the oldest or the least recently used one. With
+    `copy_forward`, pages of an evicted segment that have been read are copied to a new segment, up to half a segment.
+    `ttl` is the number of seconds after which a page expires. 0 means never."""
 
     capacity: int
     segment_bytes: int
@@ -92,9 +92,7 @@ class SegmentStore:
         return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
 
     def getter(self) -> Callable[[bytes], Record | None]:
-        """Returns the function that finds the record of a key. This function does not find expired pages. The
-        caller holds the lock.
-        """
+        """Returns a function that finds the record of a key, but not of an expired page. The caller holds the lock."""
         get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
         if not cutoff:
             return get
@@ -110,7 +108,8 @@ class SegmentStore:
         return self._owners.of_tenant(tenant).segment_bytes
 
     def used_by(self, tenant: str) -> int:
-        """Returns the size of the files with a tenant's pages."""
+        """Returns the size of the files that contain a tenant's pages. For a tenant without a share, these are the
+        shared files."""
         with self.lock:
             return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
@@ -139,7 +138,8 @@ class SegmentStore:
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
-        """Removes keys from the index. Returns their positions, for `write_tombstones`."""
+        """Removes keys from the index. Returns (key, segment, offset) of each removed record, for
+        `write_tombstones`."""
         dropped = []
         with self.lock:
             for key in keys:
@@ -190,7 +190,8 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame. Lookups find its records only after `publish`. If OSError is raised, nothing was stored."""
+        """Writes a frame to the current segment of a tenant's owner. Lookups find its records only after `publish`. If
+        OSError is raised, nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - BLOCK:
             raise OSError(
@@ -238,7 +239,7 @@ class SegmentStore:
         return None
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Records dropped objects on disk, so that the next opening does not restore them."""
+        """Records dropped objects on disk. Otherwise they would return when the tier is opened again."""
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
@@ -251,9 +252,8 @@ class SegmentStore:
             self._drop_segment(segment)
 
     def _is_old(self, segment: Segment) -> bool:
-        """Returns whether a segment has an expired page. New pages are not appended to such a segment, so that its
-        file can be removed later.
-        """
+        """Returns whether a segment has an expired page. Such a segment gets no new pages, so that its file can be
+        removed when all its pages have expired."""
         return 0 < segment.oldest < expiry_cutoff(self._config.ttl)
 
     def remove_empty(self) -> None:
@@ -287,9 +287,8 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Enlarges the segments of an owner to fit its largest page. Raises OSError if three segments of this size
-        do not fit into the share.
-        """
+        """Enlarges the segments of an owner so that a frame of `need` bytes fits. Raises OSError if three segments of
+        this size do not fit into the share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
@@ -322,9 +321,8 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Removes expired segments. Then evicts segments until the next segment fits into the capacity and into the
-        owner's share.
-        """
+        """Removes expired segments. Then evicts segments until one more segment fits into the capacity and into the
+        owner's share."""
         self.remove_expired()
         limit = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
@@ -353,9 +351,9 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """Evicts one segment. With `own`, it is a segment of this owner, else a segment of an owner above its
-        guarantee. Returns False if there is no such segment.
-        """
+        """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Otherwise
+        unreadable files of other versions are removed first, then `SegmentOwners.victim` chooses the segment. Returns
+        False if nothing can be evicted."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -395,8 +393,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages of the victim that have been read to the current segment of their owner, the most read pages
-        first. All other pages of the victim are evicted."""
+        """Copies pages of the segment `victim` that have been read to the current segment of their owner, the most
+        read pages first. All other pages of `victim` are evicted."""
         with self.lock:
             get = self.getter()
             used = [record for key in victim.keys if (record := get(key)) is not None and record.reads]
@@ -423,7 +421,8 @@ class SegmentStore:
             self.notes[f"pages could not be copied forward: {error.strerror}"] = None
 
     def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
-        """Updates the index to the new copies. An object that was dropped during the copy stays dropped."""
+        """Updates the index to the new copies. `moved` contains (old record, new record) pairs. An object that was
+        dropped during the copy stays dropped."""
         dropped = []
         with self.lock:
             for before, now in moved:
@@ -473,8 +472,10 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Continues to write the newest segment of an owner if at least half of it is free. A segment with pages of
-        an earlier release is not continued, because a write would change the age of these pages.
+        """Makes the newest segment of an owner its current segment again, if at least half of it is free.
+
+        A segment with pages of an earlier release is not used. These pages contain no write time, so their age counts
+        from the last write of the file. A new write would make them younger.
         """
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2 or last.has_undated or self._is_old(last):

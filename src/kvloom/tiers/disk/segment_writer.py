@@ -1,8 +1,8 @@
-"""Writes pages to disk with three threads. The first seals frames, the second appends them, and the third publishes
-them and sets outcomes.
+"""Writes pages to disk with three threads. The first seals pages into frames. The second appends frames to a segment.
+The third publishes their records and sets outcomes.
 
-The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable
-writes, queued frames share one sync. An object is OK, and lookups find it, only after this sync.
+The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable writes,
+queued frames share one sync. An object is OK, and lookups find it, only after this sync.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """The objects `which` of a transfer, sealed in a frame. `scratch` contains the bodies, unless the frame uses
-    the caller's memory.
-    """
+    """The objects `which` of a transfer, sealed in a frame. `scratch` is the memory of the bodies, or None if the
+    frame uses the caller's memory."""
 
     transfer: Transfer
     which: list[int]
@@ -141,7 +140,8 @@ class SegmentWriter:
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """Returns a frame that uses the caller's memory, or None if the disk cannot write from this memory."""
+        """Returns a frame that writes directly from the caller's memory. Returns None if pages are compressed or
+        sealed with a key, or if the memory is not aligned to blocks."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
         if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():

@@ -1,8 +1,9 @@
-"""The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose
-bytes are still in a segment.
+"""The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose bytes
+are still in a segment.
 
-Each line has a key, a segment, an offset and a checksum. All copies of the key up to this position are dropped. The
-file is append-only. Opening a tier rewrites the file if some of the copies are no longer on disk.
+Each line has a key, a segment, an offset and a checksum. It drops all copies of the key up to this position; a later
+write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on disk are
+removed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Tombstones:
             self._files.close(fd)
 
     def read(self) -> dict[bytes, tuple[int, int]]:
-        """Returns a dictionary from each dropped key to the last position at which it was dropped."""
+        """Returns a dictionary from each dropped key to (segment, offset). Copies of the key up to this position are
+        dropped."""
         dead: dict[bytes, tuple[int, int]] = {}
         data, start = bytearray(_READ_LINES * _LINE.size), 0
         fd = self._open()
@@ -67,7 +69,7 @@ class Tombstones:
         return dead
 
     def rewrite(self, dead: dict[bytes, tuple[int, int]]) -> None:
-        """Replaces all tombstones."""
+        """Replaces all lines of the file by `dead`, a dictionary as in `read`."""
         fd = self._open()
         try:
             # Truncate first: a crash here can restore a dropped page, but never a wrong one.

@@ -1,8 +1,8 @@
-"""Checksums (64-bit xxh3) of the layer runs of a page. A function can compute them alone, or during a copy, read,
-send or receive.
+"""Checksums (64-bit xxh3) of the layer runs of a page. A layer run is the data of one layer in the page. The checksums
+can be computed alone, or during a copy, a read, a send or a receive.
 
-If the package was built with a compiler, native code does one call per page without the interpreter lock. Otherwise
-the package xxhash computes the same results run by run. This module does not depend on formats.
+If the package was built with a compiler, native code handles a whole page in one call, without the interpreter lock.
+Otherwise the package xxhash computes the same results run by run. This module does not depend on formats.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies the runs of a page and returns their checksums. If `of_target` is set, they are computed from `into`
-    after the copy, else from `page`.
+    """Copies the runs of a page to `into` and returns their checksums. With `of_target`, the checksums are computed
+    from `into` after the copy, else from `page`.
 
     Costs little more than a copy, because each part is still in the processor's cache.
     """
@@ -89,11 +89,11 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
 
 
 def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes] | None:
-    """Reads bytes from `offset` of a file into `into`, which consists of whole runs. Returns the number of bytes
-    read and the checksums of the runs.
+    """Reads bytes from `offset` of a file into `into`, whose size is a multiple of `run_bytes`. Returns the number of
+    bytes read and the checksums of the runs.
 
-    Checksums of runs that were not read are undefined. Returns None if the native code does not support the run
-    size. Raises OSError if the read fails.
+    Checksums of runs that were not read are undefined. Returns None if the native code does not support the run size.
+    Raises OSError if the read fails.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
@@ -102,10 +102,9 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
 
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Sends whole runs on a connected socket and returns their checksums. If the native code does not support the
-    run size, sends nothing and returns None. Raises OSError if sending fails, and BlockingIOError after the time
-    `until` (monotonic seconds).
-    """
+    """Sends whole runs on a connected socket and returns their checksums. If the native code does not support the run
+    size, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if sending has not
+    ended at the time `until` (monotonic seconds)."""
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
     sums: bytes = _native.send(fd, data, run_bytes, send_step(run_bytes), until)
@@ -136,8 +135,8 @@ def receive_step(run_bytes: int) -> int:
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the size of one disk read, in whole runs and blocks. The size is 256 KiB unless a run is longer, because
-    several threads saturate a disk with reads of this size, and the bytes are still in the processor's cache when they
-    are verified."""
+    """Returns the number of bytes of one disk read, in whole runs and whole disk blocks. The size is about 256 KiB, or
+    more if a run is longer. With reads of this size, several threads saturate a disk. The bytes are still in the
+    processor's cache when they are verified."""
     whole = lcm(run_bytes, _BLOCK)
     return max(whole, _READ_BYTES // whole * whole)

@@ -9,10 +9,12 @@
            checksum u64                                    xxh3 of the header up to here
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
-The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
-2, whose pages are stored under `Objects.keys`. Such pages are still read, but no longer written. A codec with keys does
-not open plain pages. If a page fails verification, the result is an Outcome. No exception is raised, and no bytes are
-returned. This module does not depend on files or stores.
+A run is sealed if it is encrypted or authenticated with a tenant's key. A page is plain if it is neither compressed
+nor sealed. The cipher is 0 (not sealed), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM
+of format version 2, whose pages are stored under `Objects.keys`. Such pages are still read, but no longer written.
+
+A codec with keys refuses pages that are not sealed. If a page fails verification, the result is an Outcome. No
+exception is raised, and no bytes are returned. This module does not depend on files or stores.
 """
 
 from __future__ import annotations
@@ -163,8 +165,7 @@ def stored_time(data: memoryview) -> int:
 
 class Codec:
     """Compresses and decompresses single runs. Use one instance per thread, because compression contexts are not
-    thread-safe. With `keys` every page is sealed, and plain pages are refused.
-    """
+    thread-safe. With `keys`, every page is sealed, and pages that are not sealed are refused."""
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
         self.method, self.keys = method, keys
@@ -240,7 +241,8 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the headers of consecutive plain pages in one call. The headers equal those that `seal` returns."""
+    """Returns the headers of consecutive plain pages in `pages`. The headers equal those that `seal` returns, but one
+    call computes them all."""
     sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each], stored_at=stored_at)
@@ -251,9 +253,8 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the header of a page, and its body as a list of pieces. A plain codec returns the caller's memory as
-    one piece. Raises NoKeyError if the codec has keys but no key for the tenant.
-    """
+    """Returns the header of a page, and its stored body as a list of pieces. A plain codec returns the caller's memory
+    as one piece. Raises NoKeyError if the codec has keys but no key for the tenant."""
     step, stored_at = form.run_bytes, now()
     if codec.is_plain:
         return Head(key, 0, step, run_checksums(page, step), stored_at=stored_at), [page]
@@ -273,9 +274,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context of a sealed run. The tag of the run covers this context, the number of the run and the salt
-    of the page. `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of
-    another run."""
+    """Returns the context of the sealed runs of a page. The tag of a run authenticates this context, the number of the
+    run and the salt of the page. `key` contains the block hash, the group and the form. A run therefore cannot be
+    moved to another page."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
@@ -283,10 +284,11 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies runs from `first` on, decodes as many as fit into `into`, and returns the outcome. `body` begins
-    with run `first`. It may be the same memory as `into` if nothing is compressed.
+    """Verifies runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome. `body` begins
+    with run `first`. `body` and `into` may be the same memory if nothing is compressed.
 
-    If the outcome is not OK, the bytes of `into` are undefined. A plain page is UNTRUSTED if the codec has keys.
+    If the outcome is not OK, the bytes of `into` are undefined. If the codec has keys, a page that is not sealed is
+    UNTRUSTED.
     """
     step = head.run_bytes
     last = first + len(into) // step
@@ -322,9 +324,8 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """Opens sealed runs for `unseal`. Checksums cover the stored bytes, so damage (CORRUPT) can be distinguished
-    from a wrong key (LOCKED).
-    """
+    """Opens sealed runs for `unseal`. The checksums cover the stored bytes. Damage (CORRUPT) can therefore be
+    distinguished from a wrong key (LOCKED)."""
     assert head.stored_lengths is not None
     if codec.keys is None:
         return Outcome.LOCKED

@@ -5,8 +5,8 @@
     stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A run is bound to its tenant's key, its position and its object. It cannot be opened at another position
-or in another object. This module does not depend on formats or tiers.
+HMAC-SHA-256. A sealed run is bound to its tenant's key, its position and its object. It cannot be opened at another
+position or in another object. This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name
 
 
 class NoKeyError(LookupError):
-    """Raised if a tenant has no key. Its pages must not be stored without protection, and its stored pages cannot
-    be opened."""
+    """Raised if a tenant has no key. Its pages are then neither stored nor read, because storing them without
+    protection is not allowed."""
 
 
 class PageCipher(Protocol):
-    """Seals and opens the runs of one page. A run can be opened only with the `context` with which it was sealed."""
+    """Seals and opens the runs of one page. To seal is to encrypt or to authenticate. A run can be opened only with
+    the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
         """Returns the sealed run, followed by its tag of TAG_BYTES."""
@@ -184,7 +185,7 @@ def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | Non
 
 
 def check_protect(path: Path | str | None, protect: str | None) -> None:
-    """Raises ValueError if the settings request protection without a key file."""
+    """Raises ValueError if `protect` is invalid or is set without a key file."""
     if path is not None and not str(path):
         raise ValueError("keys= has no file name: give keys=FILE, or omit it to store pages in the clear")
     if protect is not None and protect not in get_args(Protect):

@@ -49,8 +49,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class PageFields:
-    """The fields of a page. The page has `layers` layers of `layer_bytes` each, then padding. `tokens` is 0 for a
-    state."""
+    """The fields of a page. The page has `layers` layers of `layer_bytes` bytes each, then padding. `tokens` is the
+    number of tokens, or 0 for a state."""
 
     fields: tuple[Field, ...]
     layers: int
@@ -79,13 +79,14 @@ class PageFields:
 
 
 def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
-    """Splits a page into pages with fewer tokens and copies its first tokens to them. A state is copied as a whole,
-    to one page."""
+    """Copies the tokens of a page to smaller pages (`units`), in order. If the units have fewer tokens than the page,
+    only the first tokens are copied. A state is copied as a whole, to one unit."""
     _copy_units(page, shape, units, unit, joined=False)
 
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
-    """Fills a page from pages with fewer tokens. Remaining tokens of the page are set to 0."""
+    """Copies the tokens of smaller pages (`units`) to a page, in order. If the units have fewer tokens than the page,
+    the rest of the page is set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
 
 
@@ -175,15 +176,16 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in another format, as a new array of unsigned elements. The caller reinterprets the array as
-    the element type."""
+    """Returns a page in the format `kind`, as a new array of unsigned integers. The caller views the array as the
+    element type."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
 def from_format(block: Array, shape: PageShape, kind: Format, page: Any) -> None:
-    """Fills a page from a block in another format. Raises ValueError, before any write, if the shapes do not match."""
+    """Fills `page` from a block in the format `kind`. Raises ValueError, before any write, if the shapes do not
+    match."""
     _check(shape, kind)
     if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:
         raise ValueError(

@@ -3,8 +3,8 @@
     page      [layer][field: k, v, k_scale, …]    in the KV dtype and the order of the pool
     values    [field: k, v][layer, token, head, dim], float32, then zeros up to a whole number of 64 values
 
-Quantised fields are multiplied by their scales. They get new scales when a page is filled. A recurrent state is copied
-byte for byte, because its dtype is that of the model.
+When values are read, quantised fields are multiplied by their scales. When a page is filled, its quantised fields get
+new scales. A recurrent state is copied byte for byte, because the KV dtype does not apply to states.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class PageValues:
-    """Reads and fills pages with the fields `page`. Raises ValueError if a field has no float dtype and no scales
-    in the page.
-    """
+    """Converts between pages and their values. `page` describes the fields of the pages. Raises ValueError if a
+    quantised field has no scales in the page."""
 
     page: PageFields
 
@@ -59,7 +58,7 @@ class PageValues:
         return 4 * -(-values // _BLOCK_VALUES) * _BLOCK_VALUES
 
     def text(self) -> str:
-        """Returns the fields and shapes, without dtypes."""
+        """Returns the names and shapes of the fields as text, without dtypes."""
         return ", ".join(f"{field.name}{list(field.shape)}" for field in self._fields)
 
     def read(self, page: Any, into: Any) -> None:
@@ -79,7 +78,7 @@ class PageValues:
         values[at:] = 0
 
     def fill(self, page: Any, values: Any) -> None:
-        """Fills a page from values that were read from another page."""
+        """Fills a page from `values`, which were read from a page of any KV dtype."""
         source = np.frombuffer(memoryview(values).cast("B"), np.uint8)
         if not self.page.tokens:
             target = np.frombuffer(memoryview(page).cast("B"), np.uint8)
@@ -113,7 +112,7 @@ def _is_scale(field: Field) -> bool:
 
 
 def _floats(view: Array, dtype: str) -> Floats:
-    """Returns the values of a field as a new array, without its scales."""
+    """Returns the numbers of a field as a new float32 array, before they are multiplied by scales."""
     stored = np.ascontiguousarray(view)
     if dtype == "int8":
         return stored.view(np.int8).astype(np.float32)

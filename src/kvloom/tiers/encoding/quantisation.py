@@ -57,7 +57,8 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Encodes one or several runs to values and scales. Infinity becomes the largest value, and NaN becomes 0."""
+    """Encodes one or several runs as 1-byte values and scales. Infinity is encoded as the largest value, and NaN as
+    0."""
     floats = to_floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     largest = FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
@@ -110,7 +111,8 @@ def fp8_values() -> Floats:
 
 @cache
 def _fp8_borders() -> Floats:
-    """Returns the midpoints between adjacent values. Only the 127 values that are not negative are considered."""
+    """Returns the midpoints between adjacent fp8 values, for rounding. Only the 127 values that are not negative are
+    considered."""
     values = fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 

@@ -124,10 +124,10 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each offset in `at` to the matching offset in `to`. Ranges that are contiguous on
-    both sides are copied in one call.
+    """Copies `size` bytes from each offset in `at` to the matching offset in `to`. Ranges that are contiguous on both
+    sides are copied in one call.
 
-    If a core is free, a second thread copies half of a large batch, because one core does not saturate memory
+    A second thread copies a part of a large batch if a core is free, because one core does not saturate memory
     bandwidth.
     """
     if not len(to):
@@ -157,7 +157,8 @@ def _copy(
     take: Callable[[], _CopyRange],
     pieces: deque[_CopyRange],
 ) -> None:
-    """Copies ranges until none is left. Another thread may take ranges from the same list."""
+    """Copies ranges until none is left. `take` removes the next range from `pieces`. Another thread may take ranges
+    from the same list."""
     with contextlib.suppress(IndexError):
         while pieces:
             start, begin, length = take()
@@ -165,11 +166,11 @@ def _copy(
 
 
 class _CopyHelper:
-    """A thread that copies ranges from the end of the caller's list. If the thread is busy, the caller copies
-    alone.
+    """A thread that helps a caller to copy ranges. The helper takes ranges from the end of the caller's list. If the
+    helper is busy with another caller, the caller copies alone.
 
-    At the end, the caller waits only for the range that the thread is copying. If this wait was long because no
-    core was free, callers copy alone for a while.
+    At the end, the caller waits only for the range that the helper is copying. If this wait was long, no core was free
+    for the helper. Callers then copy alone for a while.
     """
 
     def __init__(self) -> None:

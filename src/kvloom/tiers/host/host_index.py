@@ -67,9 +67,9 @@ class HostIndex:
             account.index = index
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the share of one tenant in bytes, at any time. The caller ensures that all guaranteed parts together
-        are at most the capacity. Returns False if too many tenants have a share. The tenant then uses the common
-        account."""
+        """Sets the limit and the guaranteed part of one tenant in bytes, at any time. The guaranteed part is reduced
+        if all guaranteed parts together would exceed the capacity. Returns False if too many tenants have a share. The
+        tenant then uses the common account."""
         account = self._by_tenant.get(tenant)
         if account is None:
             if len(self._by_tenant) >= MAX_TENANTS:
@@ -112,10 +112,10 @@ class HostIndex:
         return np.array([get(key, -1) for key in keys], np.int64)
 
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
-        """Allocates up to `limit` pages of `size` bytes for new keys, and evicts pages if needed. Returns for each
-        key the slot to fill.
+        """Allocates up to `limit` pages of `size` bytes for new keys, and evicts pages if needed. Returns, for each
+        key, the slot to fill.
 
-        The slot is -1 if the key is stored, is a duplicate in the batch, or no page is left.
+        The slot is -1 if the key is already stored, if the key occurs earlier in the batch, or if no page is left.
         """
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
@@ -141,7 +141,8 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """Assigns the slots `given` to the first of the `fresh` keys. Returns one slot per key, like `reserve`."""
+        """Assigns the slots `given` to the first keys of `fresh`, which are the new keys of the batch. Returns one
+        slot per key of `keys`, like `reserve`."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -168,9 +169,8 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Evicts up to `limit` pages of this size, least recently used first, and returns their slots for reuse.
-        This is the common case of eviction. Pages in use are not evicted, but marked as recently used.
-        """
+        """Evicts up to `limit` pages of `size` bytes, least recently used first, and returns their slots for reuse.
+        This is the common case of eviction. Pages in use are not evicted, but marked as recently used."""
         source = self._victim(account, size)
         if source is None:
             return []
@@ -213,9 +213,12 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """Evicts the whole slab of the next page to evict. Returns one slot for a page of `size` bytes, or [] if no
-        page can be evicted. An account at its limit evicts its own pages. This method is needed if no page is free, and
-        the next page to evict is in use or has another size."""
+        """Evicts pages until one page of `size` bytes can be allocated. Returns its slot in a list, or [] if this
+        fails. Used if no page is free and the next page to evict is in use or has another size.
+
+        If the next page to evict has another size, its whole slab is evicted, so that the slab can be cut anew. An
+        account at its limit evicts only its own pages.
+        """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
@@ -243,9 +246,8 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Marks the oldest pages that are in use as recently used, `tries` at a time. Returns whether the account
-        has a page that can be evicted.
-        """
+        """Returns whether an account has a page that is not in use. Examines the oldest pages first, `tries` at a
+        time. If all of them are in use, marks them as recently used."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
             if not self.slots.refs[oldest].all():
@@ -256,15 +258,16 @@ class HostIndex:
         return False
 
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
-        """Returns a dictionary from offset to key, for the allocated pages in the slab of `offset`."""
+        """Returns the keys of the allocated pages in the slab of `offset`, by their offsets."""
         at, keys = self.slots.slot_at, self.slots.keys
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account that must evict a page, so that `account` gets `size` bytes. O(accounts).
+        """Returns the account that loses its least recently used page, so that `account` gets `size` bytes.
+        O(accounts).
 
-        An account at its limit evicts its own page. Otherwise the least recently used page of `account` and of all
-        accounts above their guarantee is evicted.
+        An account at its limit loses its own page. Otherwise the account with the least recently used page is chosen,
+        among `account` and all accounts above their guarantee.
         """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
@@ -278,18 +281,19 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit. An account
-        below its guarantee evicts pages of other accounts, if any of them is above its guarantee."""
+        """Returns the accounts whose pages may be evicted for `account`, if `account` is below its limit. These are
+        `account` and all accounts above their guarantee. If `account` is below its own guarantee, only the other
+        accounts are returned, if there are any."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Returns whether a new page of `account` may replace only pages of the same account."""
+        """Returns whether `account` must evict one of its own pages for a new page of `size` bytes."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether a page may be evicted for `account`. The page must have no references. Its owner must be
-        `account`, or an account above its guarantee.
+        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. The page
+        must belong to `account` or to an account above its guarantee, unless `account` stays within its own guarantee.
 
         A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
         evicted.
@@ -305,7 +309,7 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Removes an entry. Its page is freed at once, or when its last lease is released."""
+        """Removes an entry from the index. Its page is freed at once, or when its last lease is released."""
         del self.entries[key]
         if self.changes is not None:
             self.changes.removed([key])

@@ -2,8 +2,8 @@
 tenants' shares.
 
 Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
-copies the pages, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned
-memory as the arena's buffer. This module does not depend on devices.
+copies the pages, the caller leases them with `acquire` or `reserve` until the device copies are done. The caller may
+pass pinned memory as the arena's buffer. This module does not depend on devices.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _ONE = np.int32(1)
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """Settings of a host tier. `slab_bytes` must be at least the largest page. Use the value of the pool layout.
-    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
-    `ttl` is the number of seconds after which a page is a miss. 0 means never.
-    """
+    """Settings of a host tier. `slab_bytes` must be at least the size of the largest page. Use the slab size of the
+    pool layout. `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the
+    copy. `ttl` is the number of seconds after which a page is a miss. 0 means never."""
 
     capacity: int
     slab_bytes: int = 8 << 20
@@ -96,14 +95,14 @@ class HostTier(Tier):
             self.index.set_shares(shares)
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the share of one tenant in bytes, at any time. Pages that the tenant stored before stay in the common
-        account. Returns False if too many tenants have a share. The tenant then uses the common account.
-        """
+        """Sets the limit and the guaranteed part of one tenant in bytes, at any time. Pages that the tenant stored
+        before stay in the common account. Returns False if too many tenants have a share. The tenant then uses the
+        common account."""
         with self._lock:
             return self.index.set_account(tenant, limit, guaranteed)
 
     def end_guarantee(self, tenant: str) -> None:
-        """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for other
+        """Ends the guaranteed part that `set_account` set. The tenant's pages remain, but can be evicted for other
         tenants."""
         with self._lock:
             self.index.end_guarantee(tenant)
@@ -160,8 +159,8 @@ class HostTier(Tier):
         """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
         PENDING, then releases the lease.
 
-        The result OK means that the object is already stored or loading. FULL means that no page can be evicted.
-        `writer` is the peer that may drop the objects.
+        The result OK means that the object is already stored or loading. FULL means that no page is free and none can
+        be evicted. `writer` is the number of the peer that writes the objects. Only this peer may drop them.
         """
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
@@ -327,7 +326,8 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _record_stored(self, objects: Objects, at: Index) -> None:
-        """Records new pages, if the tier is watched. `at` are the indexes of the objects. The caller holds the lock."""
+        """Records new pages for block events, if the tier is watched. `at` are the indexes of the stored objects in
+        `objects`. The caller holds the lock."""
         if self.index.changes is not None and len(at):
             places = at.tolist()
             self.index.changes.stored(
@@ -345,9 +345,12 @@ class HostTier(Tier):
             self.index.evicted += 1
 
     def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
-        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations. If the tier is
-        closed or a page is already ready, returns False and changes nothing. In this case the caller releases the pages
-        one by one."""
+        """Marks all pages of a `reserve` lease as ready and ends the lease, in a few array operations. `at` are the
+        indexes of the objects, and `leased` their slots.
+
+        If the tier is closed or a page is already ready, returns False and changes nothing. The caller then releases
+        the pages one by one.
+        """
         with self._lock:
             table = self._slots
             if self._closed or table.ready[leased].any():
@@ -358,9 +361,8 @@ class HostTier(Tier):
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the
-        caller must be its writer. Several threads may compute the same checksums.
-        """
+        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
+        must be its writer. Two threads may compute the same checksums at the same time, without harm."""
         table = self._slots
         checks = table.checksums.get(slot)
         if checks is None:

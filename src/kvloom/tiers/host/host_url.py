@@ -1,4 +1,4 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. `parse_url` refuses the option
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. Only an engine supports the option
 `share`."""
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ __all__ = ["HostURL", "parse_url"]
 
 @dataclass(frozen=True, slots=True)
 class HostURL:
-    """A parsed URL. It has the capacity in bytes, whether checksums are stored (`checked=1`), and the address for
-    peers. `share=PORT` listens on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the
-    secret of the peers. `ttl` is the number of seconds after which a page expires.
-    """
+    """A parsed URL. `capacity` is in bytes. `checked` stores and verifies checksums. `share=PORT` lets peers connect
+    on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the secret of the peers. `ttl` is the
+    number of seconds after which a page expires."""
 
     capacity: int
     checked: bool = False

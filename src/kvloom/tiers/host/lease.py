@@ -26,15 +26,14 @@ class LeaseOwner(Protocol):
         ...
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Stores `size` bytes of checksums for each page that is being filled. Raises ValueError if `data` has a
-        wrong length."""
+        """Stores the checksums of the leased pages, which are being filled. `data` has `size` bytes for each page.
+        Raises ValueError if `data` has a wrong length."""
         ...
 
 
 class Lease:
-    """Leased arena pages, which stay in use until `release`. The offset of an object is -1 if it has no page.
-    `results` contains the reason.
-    """
+    """Leased arena pages, which stay in use until `release`. `offsets` contains the position of each object's page in
+    the arena. It is -1 if the object has no page, and `results` then contains the reason."""
 
     __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
 
@@ -52,8 +51,7 @@ class Lease:
 
     def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
         """Ends the lease. A second call has no effect. After `reserve`, `written` states whether the bytes are
-        complete, for all pages or per page. Incomplete pages are freed.
-        """
+        complete, as one value for all pages or one per page. Incomplete pages are freed."""
         slots, self.slots = self.slots, self.slots[:0]
         self._owner.release_slots(self._objects, slots, written)
 

@@ -1,7 +1,8 @@
 """The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
 
-A slot represents an arena page from its allocation until it is freed. An object that replaces another object takes
-its slot. `LruOrder` orders slots by last use. This module is not thread-safe. The lock of the host tier guards it.
+A slot represents an arena page from its allocation until the page is freed. If an eviction replaces an object by
+another of the same size, the new object takes over the slot. `LruOrder` orders slots by last use. This module is not
+thread-safe. The lock of the host tier guards it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _INITIAL_SLOTS = 1024
 _STALE_LIMIT = 4096
 """Number of outdated entries that an LruOrder may have before it removes them."""
 _PART_SLOTS = 256
-"""Number of slots of a batch that are checked together. Removing one slot costs a check of this many slots."""
+"""Batches of slots are stored in parts of this size. Removing outdated slots checks one part at a time."""
 
 
 class Slots:
@@ -36,7 +37,8 @@ class Slots:
         self.stored_at: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Time at which the page was reserved, in seconds since 1970."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Tick of the last use; -1 for a removed page."""
+        """Tick of the last use; -1 for a removed page. A tick is a number that increases with every use of any
+        page."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         """Number of leases. A page with leases is neither evicted nor reused."""
@@ -102,10 +104,9 @@ class Slots:
 
 
 class LruOrder:
-    """Slots ordered by last use, least recent first, stored as batches. If a slot was used again or removed, its
-    tick has changed, and its old entry is skipped. Adding a batch costs one append. Finding a slot costs amortised
-    O(1).
-    """
+    """Slots ordered by last use, least recent first. The slots of one use are stored as a batch with the tick of the
+    use. If a slot was used again or removed, its tick has changed, and its old entry is skipped. Adding a batch costs
+    one append. Finding a slot costs amortised O(1)."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

@@ -2,9 +2,9 @@
 
     connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host, or a network address. If too many connections are pending, the server finds the
-origin with the most pending connections and closes its oldest one. A flood of connections therefore closes its own
-connections first, and never an admitted one. This module does not depend on tiers.
+An origin is a user on this host, or a network address. If too many connections are pending, the origin with the most
+pending connections loses its oldest one. A flood of connections therefore closes its own connections first, and never
+an admitted one. This module does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
 class PeerClient:
-    """One connection of a client to this peer server. The server closes it after `deadline` (monotonic seconds)."""
+    """One connection of a client to this peer server. The server closes the connection at `deadline` (monotonic
+    seconds)."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
         self.channel, self.origin, self.deadline = channel, origin, deadline
@@ -29,8 +30,8 @@ class PeerClient:
 
 
 class PeerClients:
-    """Decides which connections of a peer server stay open. Methods return the connections to close, and the caller
-    closes them. Thread-safe."""
+    """Decides which connections of a peer server stay open. Its methods return the connections to close, and the
+    caller closes them. Thread-safe."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
@@ -53,9 +54,8 @@ class PeerClients:
             return [oldest]
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
-        """Decides whether to admit an authenticated connection. Returns the decision, and idle connections that
-        must be closed to admit it.
-        """
+        """Decides whether to admit an authenticated connection. Returns the decision, and the idle connections that
+        the caller must close for it."""
         with self._lock:
             if client not in self._pending:
                 return False, []
@@ -87,7 +87,7 @@ class PeerClients:
             return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
     def end(self) -> list[PeerClient]:
-        """Returns all connections. No connection can be added afterwards."""
+        """Ends admission and returns all connections, so that the caller can close them."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]

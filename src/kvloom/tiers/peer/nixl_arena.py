@@ -1,9 +1,8 @@
-"""Access to a peer's arena by NIXL. NIXL uses RDMA between hosts if UCX supports it, otherwise shared memory or
-TCP.
+"""Access to a peer's arena by NIXL. NIXL uses RDMA between hosts if UCX supports it, otherwise shared memory or TCP.
 
 The server registers its arena and publishes the address. The client reads and writes the arena through a registered
-buffer. It does so only during a lease, between `ACQUIRE` and `RELEASE`, or between `RESERVE` and `COMMIT`.
-`peer_tier.py` manages leases.
+buffer. The client accesses pages only during a lease: between `ACQUIRE` and `RELEASE`, or between `RESERVE` and
+`COMMIT`. `peer_tier.py` manages leases.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class NixlArena:
         self._thread.start()
 
     def change_leases(self, change: int) -> None:
-        """Adds `change` to the number of current leases."""
+        """Adds `change` (1 or -1) to the number of current leases."""
         with self._changed:
             self._leases += change
             self._changed.notify()
@@ -91,13 +90,12 @@ class NixlClient:
         return len(self._buffer) // page_bytes
 
     def buffer_page(self, number: int, page_bytes: int) -> memoryview:
-        """Returns one page of the buffer."""
+        """Returns page number `number` of the buffer."""
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """Transfers bytes [start, stop) of arena pages. READ copies from the arena to the buffer, and WRITE from
-        the buffer to the arena.
-        """
+        """Transfers bytes [start, stop) of arena pages. `offsets` are the positions of the pages in the arena. READ
+        copies from the arena to the buffer, and WRITE from the buffer to the arena."""
         base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
         theirs = [(self._base + offset + start, size, 0) for offset in offsets]

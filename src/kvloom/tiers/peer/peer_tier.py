@@ -46,12 +46,12 @@ TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """A client connection to a PeerServer. `by="auto"` uses shared memory if the server's memory can be mapped,
-    else the socket.
+    """A client connection to a PeerServer. With `by="auto"`, the client uses shared memory if it can map the server's
+    memory, else the socket.
 
-    If `secret` is empty and the server runs on loopback as the same user, the client uses the server's Unix socket
-    and needs no secret. For other servers, an empty `secret` means the user's default secret. Connections with the
-    same `token` may drop each other's pages. The server applies the shares in `accounts` to the written pages.
+    If `secret` is empty and a server of this user runs on loopback, the client uses the server's Unix socket and needs
+    no secret. For other servers, an empty `secret` means the user's default secret. Connections with the same `token`
+    may drop each other's pages. The server applies the shares in `accounts` to the written pages.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PeerConnection(Connection):
         return self._usage([tenant_owner(tenant) if has_share else SHARED_OWNER])[1][0]
 
     def _usage(self, owners: Sequence[bytes]) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Returns the numbers of objects, bytes and evicted objects, and the bytes of each owner."""
+        """Returns (objects, bytes, evicted objects) of the peer, and the bytes of each of `owners`."""
         owners = owners[:MAX_TENANTS]
         answer = self._ask(Message(Verb.USAGE, len(owners), payload=b"".join(owners)))
         objects, size, evicted, *used = struct.unpack(f"<{3 + len(owners)}Q", answer.payload)
@@ -144,7 +144,8 @@ class PeerConnection(Connection):
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
-        """Sends ACQUIRE or RESERVE. Returns the reply with its results, offsets and checksums."""
+        """Sends ACQUIRE or RESERVE. Returns the reply, one result and one arena offset per object, and a reader of the
+        checksums."""
         form, count = job.objects.form, len(job.which)
         message = _keys_message(verb, job.keys(), form.page_bytes, form.run_bytes)
         answer = self._ask(self._with_share(message, job) if verb == Verb.RESERVE else message)
@@ -297,13 +298,15 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """Reads the checksums in `payload` page by page, starting at byte `at`. Only found pages have checksums."""
+    """Reads checksums from `payload` page by page, starting at byte `at`. Only pages that were found have
+    checksums."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or of a part of the page."""
+        """Returns the checksums of the next page, or of the bytes `part` of the page. Raises StoreError if the payload
+        is too short."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's reply is too short")
@@ -336,10 +339,9 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens the host tier of another process. The capacity is that of the peer. An empty `secret` selects the
-    user's default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the
-    peer cannot be reached.
-    """
+    """Opens the host tier of another process as a tier. The capacity is that of the peer. An empty `secret` selects
+    the user's default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the
+    peer cannot be reached."""
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
         raise ValueError(

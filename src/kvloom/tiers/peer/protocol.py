@@ -4,10 +4,10 @@ payload.
     hello    server: "KVPEER" version u16, nonce 32       client: nonce 32, proof 32       server: verdict u8, proof 32
     message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64 payload u64, the payload, tag 16
 
-A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves possession of the secret without sending
-it. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction. An attacker
-therefore cannot add, change or repeat messages. Pages follow messages without a tag, and nothing is encrypted.
-Lengths are checked before memory is allocated.
+A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves that a process has the secret, without
+sending the secret. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction.
+An attacker therefore cannot add, change or repeat messages. Pages follow after a message. They have no tag, and
+nothing is encrypted. Lengths are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
-    """The requests of a client. To send the share of a tenant, the payload has the tenant's id after the keys, and the
-    header fields `a` and `b` have its limit and its guaranteed bytes. A tenant without a share is left out."""
+    """The requests of a client. A comment states the fields of each request and of its reply.
+
+    A request with a share has the tenant's id after the keys in the payload. Its header fields `a` and `b` are the
+    limit and the guaranteed bytes of the tenant. For a tenant without a share, all three are left out.
+    """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
     LOOKUP = 2  # keys -> one byte each
@@ -96,7 +99,8 @@ class Message:
 
 
 class Channel:
-    """One connection, used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds."""
+    """One connection, used by one thread at a time. `begin` starts an exchange of messages, which may take `timeout`
+    seconds."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._stream = ByteStream(connected, timeout)
@@ -114,7 +118,7 @@ class Channel:
         self._stream.close()
 
     def send(self, message: Message, pieces: Sequence[Any] = ()) -> None:
-        """Sends a message, then `pieces` from the caller's memory."""
+        """Sends a message, then `pieces`, which are sent from the caller's memory without a copy."""
         header = _HEADER.pack(
             _MAGIC,
             message.verb,
@@ -171,7 +175,7 @@ class Channel:
         self._stream.receive(into)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, which consists of whole runs. Returns the checksums of the runs."""
+        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns the checksums of the runs."""
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
@@ -197,8 +201,7 @@ def server_handshake(
     channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
 ) -> Verdict:
     """Runs the server's side of the handshake and returns the verdict. If the client has proved the secret, `admit`
-    decides about it.
-    """
+    returns the verdict. Otherwise the verdict is WRONG_SECRET."""
     ours = os.urandom(32)
     channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
     answer = bytes(channel.receive_bytes(64))

@@ -89,9 +89,8 @@ def read_secret(path: Path | str) -> bytes:
 
 
 def default_secret(create: bool = False) -> bytes:
-    """Returns the default secret of this user. If `create` is set, creates a missing secret. Raises ValueError if
-    there is none, and the message states the remedy.
-    """
+    """Returns the default secret of this user. With `create`, creates the secret if it is missing. Raises ValueError
+    with the remedy if there is no secret."""
     folders = private_directories()
     if not folders:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Serves a host tier to other processes, with one thread per connection. A lease ends with its connection or at a
 deadline.
 
-A client on the same host maps the arena and copies pages itself. It copies only between `ACQUIRE` and `RELEASE`, or
-between `RESERVE` and `COMMIT`. Other clients receive pages on the connection. The writer computes checksums, and
-the reader compares them. Nothing is ever unpickled. A stored page is never overwritten, and only its writer may
-drop it. This module does not depend on engines.
+A client on the same host maps the arena and copies pages itself. It copies only during a lease: between `ACQUIRE` and
+`RELEASE`, or between `RESERVE` and `COMMIT`. Other clients receive pages on the connection. The writer computes
+checksums, and the reader compares them. Nothing is ever unpickled. A stored page is never overwritten, and only its
+writer may drop it. This module does not depend on engines.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PeerConfig:
     """The address of a server and the limits of its clients.
 
     - `port`: 0 selects a free port.
-    - `secret`: an empty secret selects this user's default secret (secret.py), and works only on loopback. A given
+    - `secret`: empty selects this user's default secret (secret.py), which is allowed only on loopback. A given
       secret needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
     - `unix_socket`: the path of a second Unix socket, for `allowed_uids`, this user and root.
     - `read_only`: clients cannot change anything.
@@ -110,9 +110,8 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant: str = "") -> Objects:
-    """Returns Objects that have only keys, without block hashes. Raises ValueError if the keys have different
-    groups or forms.
-    """
+    """Returns a batch of objects from their keys. The batch has no block hashes. Raises ValueError if the keys have
+    different groups or forms."""
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
         raise ValueError("a message contains keys of several groups or forms: send one message per form")
@@ -125,10 +124,9 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant
 
 
 class PeerServer:
-    """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the
-    arena. With `nixl`, NIXL can access it. Raises OSError if the address is unavailable, and ValueError if there is
-    no secret.
-    """
+    """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena.
+    With `nixl`, NIXL can access the arena. Raises OSError if the address is unavailable, and ValueError if there is no
+    secret."""
 
     def __init__(
         self,
@@ -175,8 +173,8 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The configured host name and the port. Clients with the same host name in their configuration find this
-        server."""
+        """The host name as configured, and the port. Clients can connect to this address if they resolve the host name
+        to this machine."""
         return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
@@ -296,13 +294,14 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """Returns the number of a client, which is never 0. Other clients cannot guess it."""
+        """Returns the writer number of a client from its `token`. The number is never 0, which stands for this
+        process. Other clients cannot guess the number."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
 class _Guarantees:
-    """The guaranteed parts of tenants. A part ends when the last connection that wrote for the tenant closes. The
-    tenant's pages remain, but can be evicted for other tenants. Thread-safe."""
+    """The guaranteed parts of tenants that clients have set. A tenant's guaranteed part ends when the last connection
+    that wrote for the tenant closes. The tenant's pages remain, but can be evicted for other tenants. Thread-safe."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
@@ -324,7 +323,7 @@ class _Guarantees:
 
 @dataclass(slots=True)
 class _ActiveLease:
-    """A lease of one connection, with its bytes, its budget and its deadline."""
+    """A lease of one connection: the lease, the budget from which it was taken, its bytes and its deadline."""
 
     lease: Lease
     budget: LeaseBudget
@@ -370,15 +369,15 @@ class _RequestHandler:
         self._verbs[message.verb](message)
 
     def close(self) -> None:
-        """Releases all leases and shares. Reserved pages are removed, and pages that were read can be evicted
-        again."""
+        """Releases all leases and guaranteed parts of the connection. Reserved pages that were not committed are
+        freed. Pages that were leased for reading can be evicted again."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
         self._guarantees.remove(self._tenants)
 
     def max_payload(self, verb: Verb, count: int) -> int:
-        """Returns the largest allowed payload of a request. A payload contains keys, the checksums of a lease, the
-        token of a client, or the id of a tenant."""
+        """Returns the largest allowed payload of a request, in bytes. A payload contains keys, the checksums of a
+        lease, the token of a client, or ids of tenants."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
         ids = min(count, MAX_TENANTS) * len(SHARED_OWNER)
@@ -387,9 +386,9 @@ class _RequestHandler:
         return fixed.get(verb, count * KEY_BYTES + share)
 
     def _split_share(self, message: Message) -> str:
-        """Removes the id of a tenant from the payload of a RESERVE or WRITE, and applies the tenant's share. Returns
-        the tenant's name in the tier, which is empty if the tenant has no share.
-        """
+        """Removes the id of a tenant from the payload of a RESERVE or WRITE, and applies the share in the message.
+        Returns the tenant's name in the tier. The name is empty if the message has no share or too many tenants have
+        one."""
         end = message.count * KEY_BYTES
         if len(message.payload) != end + len(SHARED_OWNER):
             return ""
@@ -417,9 +416,8 @@ class _RequestHandler:
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow. Returns the number of the lease, the lease, and a BUSY result
-        for each remaining object.
-        """
+        """Leases as many objects as the limits allow, from the first on. Returns the number of the lease, the lease,
+        and one BUSY result for each remaining object."""
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
             raise ValueError(
@@ -492,7 +490,7 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Reserves pages for a client. Reserves no pages if the client may only read."""
+        """Reserves pages for a client. If the client may only read, the lease has no pages."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
@@ -544,9 +542,8 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Replies with the pages that the client should send, then receives them. The checksums follow the pages,
-        so the client can compute them during the transfer.
-        """
+        """Replies with one result per page, then receives the pages with the result PENDING. The checksums follow
+        after the pages, so the client can compute them during the transfer."""
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
         written = False

@@ -34,7 +34,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last one includes
 
 
 class UnixAddress:
-    """The path of a Unix socket, and the users that may run the server. This user and root are always allowed."""
+    """The path of a Unix socket, and the users that may run its server. This user and root are always allowed."""
 
     def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
         self.path, self.uids = path, frozenset(uids)
@@ -71,9 +71,8 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
-    """Listens on a Unix socket for this user, in addition to a loopback TCP port. Returns None if the system or the
-    directories do not allow it.
-    """
+    """Listens on a Unix socket for clients of this user, in addition to a loopback TCP port. Returns None if the
+    system or the directories do not allow it."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -176,7 +175,8 @@ def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
 
 
 def _fd_path(directory: int, name: str) -> str:
-    """Returns a path to a file in an open directory that is short enough for the address of a socket."""
+    """Returns a path to the file `name` in an open directory. The path is short enough for a socket address, which
+    allows about 100 bytes."""
     return f"/proc/self/fd/{directory}/{name}"
 
 

@@ -18,15 +18,15 @@ _MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
-    """Raised if a call was abandoned and still runs. If `uses_caller_memory` is set, the call may access the
-    caller's memory until it ends."""
+    """Raised if a call did not end in time and still runs in its thread. If `uses_caller_memory` is set, the call may
+    access the caller's memory until it ends."""
 
     def __init__(self, text: str, pending: _PendingCall, uses_caller_memory: bool) -> None:
         super().__init__(text)
         self._pending, self.uses_caller_memory = pending, uses_caller_memory
 
     def on_finished(self, call: Callable[[], None]) -> None:
-        """Calls `call()` once when the abandoned call ends. If the call has ended already, `call()` runs at once."""
+        """Runs `call` once, when the late call ends. If the late call has ended already, runs `call` at once."""
         with BoundedCalls._lock:
             if not self._pending.finished.is_set():
                 self._pending.watchers.append(call)
@@ -35,7 +35,8 @@ class StillRunningError(TimeoutError):
 
 
 class BoundedCalls:
-    """A thread that runs the calls of one connection. It is unusable after a TimeoutError."""
+    """A thread that runs the calls of one connection, one after the other. After a TimeoutError the object cannot be
+    used again."""
 
     _stuck = 0  # threads of this process that are inside an abandoned call
     _lock = threading.Lock()
@@ -51,8 +52,8 @@ class BoundedCalls:
     def call(
         self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
     ) -> Any:
-        """Runs `function`, and returns its result or raises its exception. Raises StillRunningError after the
-        timeout.
+        """Runs `function` in the thread, and returns its result or raises its exception. Raises StillRunningError if
+        the function has not ended after `timeout` seconds.
 
         `uses_caller_memory` states that the function accesses memory of the caller.
         """

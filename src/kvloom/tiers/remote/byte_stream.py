@@ -1,7 +1,7 @@
-"""Sends and receives bytes over a connected socket, with timeouts. One call sends many pieces. Long pieces are sent
-from, and received into, the caller's memory without a copy.
+"""Sends and receives bytes over a connected socket, with timeouts. One call can send many pieces. Long pieces are sent
+from the caller's memory, and received into it, without a copy.
 
-The kernel enforces the timeout of a call, so no call has to poll first.
+The kernel enforces the timeout of a call, so a call does not have to poll the socket first.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ class ByteStream:
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
-        """Interrupts a call in another thread, then closes the socket.
-
-        Without the interruption, the call could continue on a new socket with the same descriptor.
-        """
+        """Interrupts a call in another thread, then closes the socket. Without the interruption, the other thread
+        could continue on a new socket that has the same descriptor."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         with self._in_use:
@@ -114,9 +112,8 @@ class ByteStream:
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, which consists of whole runs. Returns the checksums of the runs. They are
-        computed while the bytes are in the processor's cache.
-        """
+        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns the checksums of the runs. They
+        are computed while the bytes are in the processor's cache."""
         if self._plain:
             self._check()
             try:

@@ -1,7 +1,7 @@
 """Limits the bytes that this process stores in a remote tier, and divides them between tenants. Thread-safe.
 
-This module is for stores that do not count tenants. Values of other processes do not count. All connections of a
-tier share one tracker.
+This module is for stores that do not count the bytes of tenants. Values that other processes store are not counted.
+All connections of a tier share one tracker.
 
     a tenant above its limit    its own least recently used value is evicted
     the tier above capacity     the least recently used value of all tenants above their guarantees is evicted
@@ -22,7 +22,8 @@ __all__ = ["CapacityTracker", "TrackedValue"]
 
 
 class _Account(Account):
-    """The values of one tenant, ordered by last use. `marked` is the number of bytes of values with `is_guaranteed`."""
+    """The values of one tenant, ordered by last use. `marked` is the number of bytes of the values whose
+    `is_guaranteed` is set."""
 
     __slots__ = ("marked", "values")
 
@@ -34,8 +35,8 @@ class _Account(Account):
 
 @dataclass(slots=True)
 class TrackedValue:
-    """A counted value. `is_guaranteed` is set for values within the guarantee of their tenant. Together, these values
-    have at most as many bytes as the guarantee."""
+    """A value of this process in the store. `is_guaranteed` is set for values within the guaranteed part of their
+    tenant. All such values of a tenant together have at most as many bytes as the guaranteed part."""
 
     account: _Account
     size: int
@@ -70,9 +71,9 @@ class CapacityTracker:
     def reserve(
         self, sizes: Mapping[bytes, int], tenant: str = ""
     ) -> tuple[dict[bytes, bool], dict[bytes, TrackedValue]]:
-        """Counts values before they are put. Returns the accepted keys and whether each is guaranteed, and the
-        values to evict. If values of `sizes` do not fit the tenant's share, they are not accepted.
-        """
+        """Counts values before they are put into the store. Returns two dictionaries: the accepted keys, with whether
+        each value is guaranteed, and the values that the caller must evict. Values of `sizes` that do not fit into the
+        tenant's share are not accepted."""
         with self._lock:
             account = self._account_of(tenant)
             self._clock += 1
@@ -90,7 +91,7 @@ class CapacityTracker:
             return {key: self._values[key].is_guaranteed for key in sizes if key in self._values}, evicted
 
     def restore(self, values: Mapping[bytes, TrackedValue]) -> None:
-        """Counts values again that could not be evicted. They are the first to be evicted later."""
+        """Counts values again whose eviction failed. Later these values are evicted first."""
         with self._lock:
             self._evicted -= len(values)
             for key, value in reversed(list(values.items())):
@@ -139,7 +140,8 @@ class CapacityTracker:
         return value
 
     def _victim(self, account: _Account) -> _Account | None:
-        """Returns the account that must evict its oldest value for `account`, or None. O(accounts)."""
+        """Returns the account whose oldest value must be evicted after a value of `account` was added. Returns None if
+        everything fits. O(accounts)."""
         if account.used > account.limit:
             return account
         if self._bytes <= self._capacity:

@@ -56,9 +56,9 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values. If a key occurs twice in a batch, it is requested only once, because the library would fill
-        only one of its destinations.
-        """
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
+        If a key occurs twice in a batch, it is requested only once, because the library would fill only one of its
+        destinations."""
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
         )
@@ -83,11 +83,8 @@ class MooncakeStore(Store):
         return lengths
 
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values of the expected length directly into their destination.
-
-        Returns the length of each value. A length of -1 is a miss, and 0 means that the value must be read through
-        the buffer.
-        """
+        """Reads values directly into registered memory, if they have the expected length. Returns the length of each
+        value. A length of -1 is a miss. 0 means that the value must be read through the buffer instead."""
         lengths = [0] * len(ranges)
         pieces = {
             n: destination(n, wanted.expected_bytes) or ()
@@ -140,9 +137,8 @@ class MooncakeStore(Store):
         return self._put(items)
 
     def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values with a soft pin. The master evicts them after all values without one. A soft pin ends after
-        a time that the master sets, half an hour by default. A read does not extend it.
-        """
+        """Stores values with a soft pin. Mooncake's master evicts them after all values without a soft pin. A soft pin
+        ends after a time that the master sets, half an hour by default. A read does not extend this time."""
         library = load_library()
         pinned = library.ReplicateConfig()
         pinned.soft_pin_action = library.SoftPinAction.ENABLE
@@ -215,9 +211,8 @@ class MooncakeStore(Store):
             raise StoreError(f"the store returned {len(answers)} results for {count} keys")
 
     def _reserve_buffer(self, size: int) -> None:
-        """Registers a buffer of at least `size` bytes. A buffer that a hung call may still use is never reused,
-        because the connection of that call is closed.
-        """
+        """Ensures that the connection has a registered buffer of at least `size` bytes. A hung call may still use the
+        buffer, but the connection of this call is closed. The buffer is therefore never reused."""
         if size <= len(self._buffer) and self._address:
             return
         buffer = aligned_bytes(max(size, 1 << 20))

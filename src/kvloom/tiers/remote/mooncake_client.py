@@ -1,7 +1,7 @@
 """The client of Mooncake Store, one per tier. This module starts and closes the client, and registers the memory of
 callers.
 
-If the start of a client failed, the client is never called, because a call would crash the process.
+If a client could not be started, it is never called, because a call would crash the process.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class MooncakeClient:
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """A context in which only one batch transfers at a time. The next batch transfers while this batch is
-        verified, which is faster than two transfers at once. Raises TimeoutError after the timeout.
-        """
+        """A context in which only one batch transfers at a time. Other threads verify their batches meanwhile. This is
+        faster than two transfers at once. `verb` separates reads and writes. Raises TimeoutError if another batch does
+        not end in time."""
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:
@@ -157,7 +157,8 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Releases the segment and the values in it. If a call hangs, raises TimeoutError and releases nothing."""
+        """Closes the client, and releases the segment with the values in it. If a call hangs, raises TimeoutError and
+        releases nothing."""
         with self._idle:
             self._ended = True
             idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))

@@ -38,8 +38,8 @@ def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
     """Returns a NIXL agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is
     missing.
 
-    The agent has no progress thread, because such a thread would keep a core busy. Transfers progress when they are
-    polled.
+    The agent has no progress thread, because such a thread would keep a core busy. Transfers progress while the caller
+    polls them.
     """
     os.environ.setdefault(
         "UCX_MODULES", "^ib"
@@ -79,8 +79,8 @@ class NixlFiles(Files):
         return size
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads all bytes with one NIXL transfer, then verifies them. Several smaller transfers would cost more
-        than early verification saves."""
+        """Reads all bytes with one NIXL transfer, then computes the checksums. Smaller transfers would allow earlier
+        checksums, but would cost more than this saves."""
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
@@ -134,9 +134,9 @@ def _finish(agent: Any, handle: Any) -> None:
 
 
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
-    """Waits until every transfer has ended. Returns which transfers succeeded.
+    """Waits until every transfer has ended. Returns, for each transfer, whether it succeeded.
 
-    A backend may report the failure of one part of a transfer while it still moves other parts.
+    If a transfer has several parts, a backend may report the failure of one part while it still moves the others.
     """
 
     def state(verb: Callable[[Any], str], handle: Any) -> str:

@@ -6,8 +6,8 @@
     kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant
 
 All clients of the database share the capacity and the shares of tenants. A write has two steps. First the server
-atomically creates an empty value and evicts other values for it. Then the client fills the value, but only if it
-still exists. Every value is therefore counted.
+creates an empty value, counts it, and evicts other values, in one atomic step. Then the client fills the value, but
+only if it still exists. Every stored value is therefore counted.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ local function forget(key)
   return size
 end
 """
-"""`forget` removes a key from all counts and returns its size. Clients of earlier releases do not count tenants, so a
-key of a tenant may be gone or be counted with its earlier size.
-"""
+"""The Lua function `forget` removes a key from all counts and returns its size. Clients of earlier releases do not
+count tenants. A key of a tenant may therefore be gone already, or be counted with an earlier size."""
 
 _RESERVE = (
     _COMMON
@@ -281,7 +280,8 @@ class RedisStore(Store):
     # --- for operators
 
     def owners(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Returns for each value the id of its tenant. The id is empty if the tenant has no share."""
+        """Returns, for each key, the id of the tenant that owns the value. The id is empty if the tenant has no
+        share."""
         found = self._connection.call("HMGET", _OWNERS, *keys)
         ids = ((owned or b"").partition(b" ")[0].decode(errors="replace") for owned in found)
         return [bytes.fromhex(each) if re.fullmatch("[0-9a-f]{32}", each) else b"" for each in ids]
@@ -331,7 +331,7 @@ class RedisStore(Store):
 
 
 def _count(reply: Any) -> int:
-    """Returns a count of the server. The server is not trusted, so it is limited to the range of the metrics."""
+    """Returns a count that the server sent, limited to the range of the metrics. The server is not trusted."""
     return max(0, min(int(reply or 0), _MAX_COUNT))
 
 

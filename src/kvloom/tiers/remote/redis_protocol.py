@@ -43,7 +43,7 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`limit` is the largest total size of the replies of an exchange that are not read into the caller's
+        """`limit` is the largest total size of those replies of an exchange that are not read into the caller's
         memory."""
         self._limit = limit
         self._budget = 0  # the part of the limit that the current exchange has left
@@ -93,11 +93,11 @@ class RespConnection:
     # --- replies
 
     def read_reply(self, depth: int = 0) -> Any:
-        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned
-        and not raised, because it belongs to one command.
+        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned and
+        not raised, because it belongs to one command of the batch.
 
-        Raises ValueError if the replies of the exchange exceed the limit. The check precedes any allocation of
-        memory.
+        Raises ValueError if the replies of the exchange exceed the limit. Lengths are checked before memory is
+        allocated.
         """
         line = self._line()
         self._take("a line of bytes", len(line))

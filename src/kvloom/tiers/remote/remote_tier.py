@@ -1,11 +1,10 @@
-r"""The base of all tiers behind a connection. It has threads with one connection each, batches, timeouts and
-reconnection.
+r"""The base of all tiers behind a connection: threads with one connection each, batches, timeouts and reconnection.
 
     write -> writing threads \                          lookup, drop, stats -> the caller's thread,
     read  -> reading threads  > one job per batch                             with a separate connection
 
-A subclass of Job defines the transfer. `store_tier.py` defines it for key-value stores, and `peer_tier.py` for the
-host memory of another process.
+A subclass of Job defines how a batch is transferred. `store_tier.py` defines it for key-value stores, and
+`peer_tier.py` for the host memory of another process.
 """
 
 from __future__ import annotations
@@ -85,11 +84,10 @@ class Connection(Protocol):
 class RemoteConfig:
     """Settings of a remote tier.
 
-    - `capacity`: the limit of the values of all clients, or only of this process if the store does not count
-      values.
-    - `timeout`: the limit of each call to the store, and therefore of `lookup`, `drop` and `stats`. After a failure
-      the tier pauses its calls. The pause doubles up to 10 s.
-    - `keys`: a key file (encryption.py). Its keys encrypt pages (`protect`) and derive the keys under which pages
+    - `capacity`: the limit of the bytes that all clients store, or only this process if the store does not count bytes.
+    - `timeout`: the limit of each call to the store in seconds, and therefore of `lookup`, `drop` and `stats`. After a
+      failure the tier pauses its calls. The pause doubles up to 10 s.
+    - `keys`: a key file (encryption.py). Its keys protect pages (`protect`) and derive the keys under which pages
       are stored.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
@@ -116,7 +114,8 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Number of bytes per call. It is small enough that all batches in flight together fit into the store."""
+        """Number of bytes per call to the store. All write batches in flight together then use at most half of the
+        capacity."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
@@ -151,7 +150,8 @@ class Link:
         self._reason = ""
 
     def call(self, verb: Callable[[Any], Any]) -> Any:
-        """Calls `verb(connection)`. Any failure raises StoreError with the store's message."""
+        """Calls `verb` with the connection and returns the result. Any failure raises StoreError with the store's
+        message."""
         if self._closed:
             raise StoreError("the tier is closed")
         if self._store is None and time.monotonic() < self._retry_at:
@@ -183,9 +183,12 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later faults
-    never raise. `jobs` are the job classes of reads and writes. `on_shares` receives the shares of tenants.
-    `max_page_bytes` is the size of the largest stored page, with its header."""
+    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached when the tier is
+    opened. Later faults never raise.
+
+    `jobs` are the job classes of reads and writes. `on_shares` is called with the shares of tenants. `max_page_bytes`
+    is the size of the largest page that the tier accepts, with its header.
+    """
 
     def __init__(
         self,
@@ -323,7 +326,8 @@ class RemoteTier(Tier):
     # --- inside
 
     def _call_control(self, verb: Callable[[Any], Any], default: Any) -> Any:
-        """Makes a short call in the caller's thread. Returns `default` if the store does not answer in time."""
+        """Calls `verb` with the control connection, in the caller's thread. Returns `default` if the store does not
+        answer in time."""
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
             return default
         try:
@@ -394,7 +398,7 @@ class RemoteTier(Tier):
 
 @dataclass(slots=True)
 class Job(ABC):
-    """One batch of a transfer: the objects `which`, and the bytes `part` of each."""
+    """One batch of a transfer: the objects with the indexes `which`, and the bytes `part` of each."""
 
     tier: str
     verb: str
@@ -415,7 +419,7 @@ class Job(ABC):
         return [keys[index] for index in self.which]
 
     def target(self, index: int) -> memoryview:
-        """Returns the memory of an object's part."""
+        """Returns the memory of one object's part, in the caller's range."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 

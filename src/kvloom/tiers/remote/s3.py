@@ -1,8 +1,8 @@
 """An S3 bucket as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
 
-NIXL's object backend transfers values. boto3 reads lengths and deletes values, because NIXL can do neither.
-Credentials come from the environment, as for any S3 client. The store does not count values, so `capacity` limits
-only the values of this process. A shared bucket needs a lifecycle rule.
+NIXL's object backend transfers values. boto3 reads the lengths of values and deletes values, because NIXL can do
+neither. Credentials come from the environment, as for any S3 client. The store does not count values, so `capacity`
+limits only the values of this process. A bucket that several processes share needs a lifecycle rule.
 """
 
 from __future__ import annotations
@@ -173,12 +173,13 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values that probably have their expected length, without requesting their lengths first.
+        """Reads values without asking for their lengths first, on the assumption that they have the expected length.
+        Returns the lengths of the values for which this was true. The caller reads the other values in another way.
 
-        NIXL does not report how many bytes it read. Therefore the last expected byte, and some bytes after it, are
-        first set to known values. The length is correct if the last expected byte has changed and the bytes after
-        it have not. If the value happens to contain the known byte, a second request follows. Returns {} if the
-        store may be unreachable, because NIXL would retry for a long time.
+        NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected, and
+        first fills the end of the buffer with random bytes. The length is correct if the last expected byte has
+        changed and the bytes after it have not. If the value happens to end with the same byte, it is read again.
+        Returns {} if the store may be unreachable, because NIXL would retry for a long time.
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}
@@ -229,9 +230,9 @@ class S3Store(Store):
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate NIXL
-        transfer. In a common transfer, NIXL would report the first failure while it still writes to the buffer.
-        """
+        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate NIXL transfer.
+        If several parts were one transfer, NIXL would report the first failure while it still writes other parts to
+        the buffer."""
         if not parts:
             return []
         begins = _begins([length for _, _, length in parts])

@@ -3,8 +3,8 @@
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the version of the format, so pages of different versions never mix. The module of each
-store implements its connection. If the store does not count its values, the tier counts the values that this process
+A key in the store begins with the version of the format, so pages of different versions never mix. Each kind of store
+has a module with its connection. If the store does not count its values, the tier counts the values that this process
 stores (capacity_tracker.py).
 """
 
@@ -37,18 +37,18 @@ __all__ = ["PREFIX", "Destination", "Store", "ValueRange", "store_tier"]
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed, and the space is needed for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""Outcomes after which a page is removed from a tier with a key file. A stored key is derived from tenant, block hash
-and layout, so no reader can use a page that does not match."""
+"""Outcomes after which a page is removed, in a tier with a key file. There, a stored key is derived from tenant, block
+hash and layout. If the page under a key does not match them, no reader can ever use the page."""
 
 Destination = Callable[[int, int], Sequence[memoryview] | None]
-"""Called with (index, length). Returns memory for that many bytes, in order, or None if the value is not wanted."""
+"""Called with (index, length). Returns memory for `length` bytes as a list of pieces, or None if the value is not
+wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of a value. `stop` 0 means the whole value. If the value is shorter, fewer bytes are
-    returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`.
-    """
+    """Bytes [start, stop) of the value of `key`. `stop` 0 means the whole value. If the value is shorter, fewer bytes
+    are returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`."""
 
     key: bytes
     start: int = 0
@@ -63,15 +63,13 @@ class Store(Connection, Protocol):
     """
 
     def register_memory(self, memory: Any) -> None:
-        """Announces memory that contains pages, so that a store can register it for direct access. Most stores
-        ignore this call.
-        """
+        """Announces memory that contains pages. A store may register the memory for direct access. Most stores ignore
+        this call."""
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
-        miss. A store may first request the expected length, and repeat the request if the length differs.
-        """
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
+        A store may first request `expected_bytes`, and repeat the request if the length differs."""
         ...
 
     def usage(self) -> Usage:
@@ -91,9 +89,8 @@ class Store(Connection, Protocol):
         ...
 
     def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values within the guaranteed part of a tenant, like `put`. If the store evicts values by itself,
-        it should evict these values last. Only called if the store does not count tenants.
-        """
+        """Stores values like `put`, for values within the guaranteed part of a tenant. If the store evicts values by
+        itself, it should evict these values last. Called only if the store does not count the bytes of tenants."""
         return self.put(items, tenant)
 
 
@@ -104,9 +101,11 @@ def store_tier(
     on_close: Callable[[], None] | None = None,
     on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts its values, `on_shares`
-    receives the shares of tenants. Otherwise `capacity` and shares apply to the values that this process stores.
-    Raises TierError if the store cannot be reached.
+    """Opens a tier over a store. `connect` opens one connection. Closing the tier calls `on_close`. Raises TierError
+    if the store cannot be reached.
+
+    If the store counts its values, pass `on_shares`, which is called with the shares of tenants. Otherwise `capacity`
+    and shares apply to the values that this process stores.
     """
     expiry = Expiry(config.ttl)
     tracker = None
@@ -125,9 +124,9 @@ def store_tier(
 
 
 class _PrefixedStore(Connection):
-    """A store that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages, which
-    costs a read of their first bytes. A `tracker` counts the values and chooses those to evict.
-    """
+    """A connection that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages. This
+    costs a read of the first bytes of each page. `tracker` counts the values and chooses those to evict. It is None if
+    the store counts."""
 
     def __init__(self, store: Store, expiry: Expiry, tracker: CapacityTracker | None) -> None:
         self.store, self.expiry, self.tracker = store, expiry, tracker
@@ -158,9 +157,8 @@ class _PrefixedStore(Connection):
         return self.store.get(ranges, destination)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str) -> list[Outcome]:
-        """Stores values, like `Store.put`, after values were evicted for them. A value beyond the tenant's share
-        gets FULL and is not stored.
-        """
+        """Evicts values if needed, then stores values like `Store.put`. A value beyond the tenant's share gets FULL
+        and is not stored."""
         if self.tracker is None:
             return self.store.put(items, tenant)
         values = dict(items)
@@ -263,8 +261,8 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None, the
-        body follows the header in `head_data`. If `in_place` is set, the runs are already in the caller's memory."""
+        """Verifies one object and returns its outcome. `body` begins with the first requested run. If `body` is None,
+        the body follows the header in `head_data`. With `in_place`, the runs are already in the caller's memory."""
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -396,8 +394,8 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head` belongs to a plain page. A damaged header counts as plain, and `_open` reports the
-    damage later."""
+    """Returns whether `head` is the header of a plain page. A damaged header counts as plain. `_open` then reports the
+    damage."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

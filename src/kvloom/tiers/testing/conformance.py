@@ -55,7 +55,7 @@ def block_hash(number: int) -> bytes:
 
 
 def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of the page with this number: half noise, half compressible."""
+    """Returns the bytes of page number `number`: half noise, half compressible."""
     noise = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     noise[: size // 2] = np.arange(size // 2) % 7 + number % 50
     return noise

@@ -27,12 +27,15 @@ __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 
 @dataclass
 class Faults:
-    """The faults to inject, which can be changed at any time.
+    """The faults to inject. They can be changed at any time.
 
-    - `hung`: calls wait for `release()`. `hung_calls` is the number of calls that hang now.
+    - `slow`: each call takes this many seconds longer.
+    - `failing`, `full`: reads and writes fail, or writes find the tier full.
+    - `rate`: the limit of reads in bytes per second. The next `burst` bytes are not limited.
+    - `hung`: calls wait for `release()`. `hung_calls` is the number of calls that wait now.
+    - `flip`, `short`: reads of `FaultyFiles` flip a bit, or return fewer bytes.
     - `tamper`: a function that is called with the objects before every read, and may damage the medium.
     - `calls`: the file operations that fail in `FaultyFiles`, with errno `error`.
-    - `rate`: the limit of reads in bytes per second, except for the next `burst` bytes.
     """
 
     slow: float = 0.0
@@ -67,7 +70,7 @@ class Faults:
                 self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
-        """Waits as long as a medium with throughput `rate` would need for these bytes and all earlier requests."""
+        """Waits as long as a medium with throughput `rate` would need for `size` bytes, after all earlier requests."""
         if not self.rate:
             return
         with self._lock:
@@ -78,9 +81,8 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """Wraps the tier `inner` and injects `faults`. Reads and writes run in separate threads, so a slow one does not
-    block the caller.
-    """
+    """Wraps the tier `inner` and injects `faults`. Reads and writes run in separate threads, so a slow call does not
+    block the caller."""
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults

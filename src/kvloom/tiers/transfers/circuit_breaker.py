@@ -22,10 +22,8 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreakerConfig:
-    """Settings of the breaker. It opens after `max_failures` failures in a row, for `first_pause` seconds. Each
-    failed probe doubles the pause, up to `max_pause`. A probe without a result after `probe_seconds` counts as
-    failed.
-    """
+    """Settings of the breaker. It opens after `max_failures` failures in a row, for `first_pause` seconds. Each failed
+    probe doubles the pause, up to `max_pause`. A probe without a result after `probe_seconds` counts as failed."""
 
     max_failures: int = 3
     first_pause: float = 0.5
@@ -34,7 +32,7 @@ class CircuitBreakerConfig:
 
 
 class CircuitBreaker:
-    """Decides whether requests may be sent to a tier. The figure above shows the states."""
+    """Decides whether requests may be sent to a tier. The figure of this module shows the states."""
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
@@ -81,7 +79,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """Records that a probe showed neither success nor failure. Another probe may follow at once."""
+        """Records that a probe showed neither success nor failure. The next request may be a probe again."""
         with self._lock:
             self._probing_since = None
 
@@ -101,7 +99,7 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst. Further faults of the burst are
+    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst. Later faults of the same burst are
     only counted."""
 
     BURST_GAP = 30.0

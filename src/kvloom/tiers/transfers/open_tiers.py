@@ -1,7 +1,7 @@
 """Opens configured tiers other than host memory.
 
-A tier that cannot be opened is an error. With `?optional=1`, the error is logged, and a stand-in tries to open the
-tier again in the background.
+If a tier cannot be opened, this is an error. With `?optional=1`, the error is only logged, and a stand-in tries to
+open the tier again in the background.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["open_required", "open_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 Check = Callable[[OpenTier], OpenTier]
-"""Returns a tier that can store the caller's pages. Otherwise closes the tier and raises TierError."""
+"""Checks an opened tier. Returns a tier that can store the caller's pages, possibly a wrapper. Otherwise closes the
+tier and raises TierError."""
 
 
 def open_required(text: str) -> OpenTier:
@@ -35,9 +36,8 @@ def open_required(text: str) -> OpenTier:
 def open_tiers(
     tiers: Sequence[str | OpenTier], shares: Shares | None = None, check: Check = lambda place: place
 ) -> tuple[list[OpenTier], list[tuple[str, str]]]:
-    """Open tiers in order. Returns the tiers, and the name and the error of each optional tier that cannot be opened.
-    Raises ValueError if a required tier cannot be opened, after closing all tiers.
-    """
+    """Open tiers in order. Returns the tiers, and (name, error) of each optional tier that cannot be opened. If a
+    required tier cannot be opened, closes all tiers and raises ValueError."""
     places: list[OpenTier] = []
     unavailable: list[tuple[str, str]] = []
     try:

@@ -17,9 +17,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class QueuedLookup:
-    """A lookup of many objects in one tier. `found` is valid once `done` is set. An object without an answer in
-    time is a miss.
-    """
+    """A lookup of many objects in one tier. `found` is valid once `done` is set. If the tier does not answer in time,
+    the objects are misses."""
 
     def __init__(self, objects: list[Objects]) -> None:
         self.objects = objects
@@ -43,7 +42,7 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load or a store. A batch in flight leases pages of the host arena."""
+    """Part of a load or a store. While a batch is in flight, it leases pages of the host arena."""
 
     objects: Objects
     size: int

@@ -1,4 +1,4 @@
-"""The measured read throughput of a tier. The caller passes all times."""
+"""The measured read throughput of a tier. This module reads no clock: the caller passes all times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ WINDOW_SECONDS = 0.25
 
 
 class Throughput:
-    """A decaying average of throughput. Bytes and seconds decay together, so the effect of a single hang fades
-    soon."""
+    """A decaying average of throughput: recent bytes divided by recent seconds. Both decay together, so the effect of
+    a single hang fades soon."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
-        """0 before the first measurement."""
+        """Throughput estimate. 0 before the first measurement."""
         self.last_end = 0.0
         """Time at which a transfer last ended."""
         self._bytes = self._seconds = 0.0
 
     def record(self, size: int, began: float, now: float) -> None:
-        """Records `size` bytes that were requested at `began` and loaded at `now`."""
+        """Records that `size` bytes were requested at `began` and loaded at `now`."""
         took = max(1e-6, now - max(began, self.last_end))
         if self.bytes_per_second:
             took = min(took, max(WINDOW_SECONDS, 4 * size / self.bytes_per_second))

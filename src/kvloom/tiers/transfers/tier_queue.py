@@ -4,8 +4,8 @@
     loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
     stores  ─┘
 
-Every transfer reads or writes the arena of the host tier. A hung tier therefore blocks host pages, but never device
-pages. A load has a deadline. Pages of a cancelled load are freed when the tier releases them.
+Every transfer reads or writes the arena of the host tier. A tier that hangs therefore blocks host pages, but never
+device pages. A load has a deadline. The pages of a cancelled load are freed when the tier releases them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class _StatsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """Settings of the queue. `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a
-    batch. A store is late after `store_seconds`. If queued stores exceed `max_queued_bytes`, the oldest are
-    discarded.
-    """
+    """Settings of the queue. `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch. A
+    store that takes longer than `store_seconds` is late. If queued stores exceed `max_queued_bytes`, the oldest are
+    discarded."""
 
     max_inflight_bytes: int = 256 << 20
     batch_bytes: int = 16 << 20
@@ -92,7 +91,8 @@ class TierQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether one call of the tier has blocked the thread for longer than the time limit of a probe."""
+        """Whether one call of the tier has blocked the queue's thread for longer than `probe_seconds` of the circuit
+        breaker."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
@@ -152,7 +152,8 @@ class TierQueue:
             self._condition.notify()
 
     def bytes_ahead(self, deadline: float) -> int:
-        """Returns the bytes of loads that run before, or at the same time as, a new load with this deadline."""
+        """Returns the bytes of loads that would delay a new load with this deadline: loads in flight, and queued loads
+        with an earlier deadline."""
         with self._condition:
             queued = sum(
                 batch.size for ends, _, batch in self._loads if ends <= deadline and not batch.is_cancelled
@@ -361,7 +362,8 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """Releases the lease of a batch and reports its outcome."""
+        """Releases the lease of a batch, and reports to its load or store which objects succeeded. `ok` has one value
+        per object."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
         loaded[batch.requested] = ok
@@ -387,8 +389,8 @@ class TierQueue:
         self._on_change()
 
     def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
-        """Records a late batch. The tier counts as hung unless it has completed other batches since this batch
-        started."""
+        """Records a late batch. If the tier has completed other batches since this batch started, it counts as slow.
+        Otherwise it counts as hung, which is a fault for the circuit breaker."""
         verb = "write" if batch.load is None else "read"
         if self.throughput.last_end > batch.started_at:
             self._fault_log.add(self.tier.name, verb, "late", amount, "the tier is slow", now)

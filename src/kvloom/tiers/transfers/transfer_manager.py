@@ -35,9 +35,8 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Settings of the manager. A lookup may take `lookup_seconds`. If host memory is filled above
-    `write_back_threshold`, its oldest pages are written to tiers with the write policy "back".
-    """
+    """Settings of the manager. A lookup may take `lookup_seconds`. If host memory is filled above the fraction
+    `write_back_threshold`, its oldest pages are written to tiers with the write policy "back"."""
 
     lookup_seconds: float = 0.25
     write_back_threshold: float = 0.85
@@ -45,8 +44,8 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The result of a lookup of many objects. When `done` is set, `found` contains whether host memory or a tier has
-    each object."""
+    """The result of a lookup of many objects. Once `done` is set, `found` states for each object whether host memory
+    or a tier has it."""
 
     def __init__(
         self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
@@ -160,18 +159,18 @@ class TransferManager:
         self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects], without: Collection[int] = ()) -> TierLookup:
-        """Looks up objects in all tiers except the queues in `without`. Host memory answers at once, and the other
-        tiers answer asynchronously."""
+        """Looks up objects in host memory and in all tiers, except the tiers of the queues in `without`. Host memory
+        answers at once. The other tiers answer asynchronously."""
         return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Starts to load objects into host memory. Loads that have not ended at `deadline` are cancelled. `queue_of`,
-        from a TierLookup, maps each object to the queue of a tier that has it."""
+        """Starts to load objects into host memory. `queue_of`, from a TierLookup, maps the key of each object to the
+        queue of a tier that has it. Loads that have not ended at `deadline` are cancelled."""
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used` states
-        whether a sequence has reused the objects."""
+        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used`
+        states whether a sequence has reused the objects ("second-use")."""
         for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if opened.is_lossy and objects.form.exact:
                 continue  # a lossy tier never serves exact pages

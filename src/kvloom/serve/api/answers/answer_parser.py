@@ -30,7 +30,9 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
+        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
+        unless `ended` (no more text follows).
+        """
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
         else:
@@ -47,9 +49,11 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
-    template shows tools to the model. `special` states that a marker is a special token, so special tokens must stay in
-    the text."""
+    """The formats in which the served model writes tool calls and reasoning.
+
+    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format is a
+    special token. Special tokens must then stay in the text.
+    """
 
     calls: type[ToolCallParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -58,7 +62,9 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats for parser names. "auto" detects the format of calls from the chat template."""
+        """Return the formats that the parser names `calls` and `reasoning` select. For calls, "auto" detects the format
+        from the chat template.
+        """
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
         found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)
@@ -68,9 +74,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer that has reasoning before the required structure.
-
-        Return None if the structure applies from the first token on."""
+        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if the answer
+        has no reasoning, so the structure applies from the first token on.
+        """
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None
         return after_reasoning(*structure)

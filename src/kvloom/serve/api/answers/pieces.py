@@ -64,7 +64,9 @@ class TextSource:
         return merged
 
     def add_content(self, text: str) -> None:
-        """Add content, except trailing whitespace. Whitespace before or after a call is dropped."""
+        """Add content. Whitespace at its end is held back until more content follows, because whitespace before or
+        after a call is dropped.
+        """
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -72,7 +74,7 @@ class TextSource:
             self._pieces.append(Piece("content", kept))
 
     def end_content(self) -> None:
-        """End the content. Trailing whitespace is added now, unless the answer has calls."""
+        """End the content. If the answer has no calls, whitespace that was held back is added."""
         if self._space and not self.calls:
             self._pieces.append(Piece("content", self._space))
         self._space = ""
@@ -143,10 +145,13 @@ class TextSource:
             yield
 
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
-        """Read a JSON object as a call: {"name": …, "arguments": …}. If `name` is given, the object contains only the
-        arguments. Adds the arguments as they arrive. Returns whether the object is a call. If it is not a call, the
-        object and the marker `before` become content. If `before` is empty, an object is a call only if it has
-        arguments."""
+        """Read a JSON object as a call: {"name": …, "arguments": …}. Return whether the object is a call. Adds the
+        arguments as they arrive.
+
+        If `name` is given, the object contains only the arguments of this function. `before` is the marker that
+        precedes the object. Without a marker, an object with a name but no arguments is not a call. An object that is
+        not a call becomes content, together with its marker.
+        """
         scanner = _CallScanner(name)
         started = False
         while not scanner.is_done and not (self.ended and not self.rest):
@@ -178,8 +183,11 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class _CallScanner:
-    """Finds name and arguments in the text of a JSON object. As soon as the name is known, the text of the arguments is
-    returned unchanged. Invalid JSON is accepted. An invalid object ends where its brackets are balanced."""
+    """Finds name and arguments in the text of a JSON object while the text arrives.
+
+    As soon as the name is known, the text of the arguments is returned unchanged. The JSON is not validated: the object
+    ends where its brackets are balanced.
+    """
 
     def __init__(self, name: str | None) -> None:
         self.name, self.is_done = name, False
@@ -215,7 +223,9 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return arguments that came before the name or as a JSON string. Return None if there are none."""
+        """Return arguments that could not be returned while they arrived: they came before the name, or as a JSON
+        string. Return None if there are none.
+        """
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:
             read = None if given is None else json.loads(given)

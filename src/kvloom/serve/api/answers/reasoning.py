@@ -18,7 +18,7 @@ __all__ = ["ANSWER", "REASONING", "REASONING_PARSERS", "ReasoningParser", "after
 
 BEGIN, END = "<think>", "</think>"
 ANSWER = "start: answer\n"
-"""The first line of a grammar that `after_reasoning` can extend."""
+"""The first line of the server's own grammars. `after_reasoning` can put reasoning before such a grammar."""
 REASONING = f'''start: reasoning SPACE answer
 reasoning[suffix="{END}"]: /(.|\\n)*/
 SPACE: /\\n{{0,2}}/
@@ -27,7 +27,9 @@ SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class ReasoningParser(ABC):
-    """Parses one answer. `is_open` states that the answer begins with reasoning, with or without <think>."""
+    """Splits one answer into reasoning and content. If `is_open`, the answer begins with reasoning even if it does not
+    begin with <think>.
+    """
 
     markers = (BEGIN, END)
 
@@ -43,7 +45,9 @@ class ReasoningParser(ABC):
         """Return whether the answer to this prompt begins with reasoning."""
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
+        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
+        unless `ended` (no more text follows).
+        """
         self._rest += text
         pieces: list[Piece] = []
         if self._state == "start":
@@ -102,14 +106,16 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 def last_marker(message: str) -> str:
-    """Return <think> if a message that the answer continues ends inside reasoning, otherwise </think>."""
+    """Return the last marker of a message: <think> if the message ends inside reasoning, otherwise </think>. An answer
+    that continues the message then starts in the same state.
+    """
     return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
     """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure.
 
-    Return None for a grammar of the client, because its rules may have the same names as the rules for reasoning.
+    Return None for a client's own grammar. Its rules may have the same names as the rules for reasoning.
     """
     if kind == "json_schema":
         schema = json.loads(text)

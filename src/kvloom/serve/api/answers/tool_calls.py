@@ -64,7 +64,7 @@ class ToolCallParser(ABC):
         return self._source.calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text. Return the pieces that are already certain."""
+        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back."""
         self._source.rest += text
         return self._advance()
 

@@ -5,7 +5,8 @@ import { Curves, FLEET } from "./curves.js";
 import { Shell } from "./shell.js";
 
 const WIDTH = 1000, ROW = 62, BOX = 44, WIDE = 270;
-const ROLES = { prefill: "orange", decode: "blue", both: "green" };
+const ROLES = { prefill: "orange", decode: "blue", both: "green", encode: "yellow" };
+const FEEDS = ["prefill", "encode"]; // roles that compute for other workers
 const curves = new Curves(FLEET);
 const rates = new Map(); // requests and hand-overs a second by line, smoothed
 let before = null;
@@ -32,10 +33,10 @@ const shortName = (name) => name.replace(/^https?:\/\//, "");
 function lines(workers) {
   const found = [];
   for (const worker of workers) {
-    found.push({ key: `r ${worker.name}`, from: null, to: worker.name, total: worker.requests, hue: ROLES[worker.role] });
+    if (worker.role !== "encode") found.push({ key: `r ${worker.name}`, from: null, to: worker.name, total: worker.requests, hue: ROLES[worker.role] });
     for (const [to, total] of Object.entries(worker.hand_overs)) found.push({ key: `h ${worker.name} ${to}`, from: worker.name, to, total, hue: "pink" });
     const prefills = Object.values(worker.hand_overs).reduce((a, b) => a + b, 0);
-    if (prefills) found[found.findIndex((line) => line.key === `r ${worker.name}`)].total += prefills;
+    if (prefills && worker.role !== "encode") found[found.findIndex((line) => line.key === `r ${worker.name}`)].total += prefills;
   }
   return found;
 }
@@ -53,17 +54,17 @@ function measure({ now, workers }) {
 }
 
 function drawFlows({ router, workers, totals }) {
-  const prefill = workers.filter((worker) => worker.role === "prefill"), others = workers.filter((worker) => worker.role !== "prefill");
-  const split = prefill.length > 0;
-  const height = ROW * Math.max(1, prefill.length, others.length) + 8;
+  const feeding = workers.filter((worker) => FEEDS.includes(worker.role)), others = workers.filter((worker) => !FEEDS.includes(worker.role));
+  const split = feeding.length > 0, has = (role) => workers.some((worker) => worker.role === role);
+  const height = ROW * Math.max(1, feeding.length, others.length) + 8;
   const y = (i, n) => ((i + 0.5) * height) / Math.max(1, n);
-  const places = new Map([...prefill.map((worker, i) => [worker.name, { x: 350, y: y(i, prefill.length), worker }]),
+  const places = new Map([...feeding.map((worker, i) => [worker.name, { x: 350, y: y(i, feeding.length), worker }]),
     ...others.map((worker, i) => [worker.name, { x: WIDTH - WIDE, y: y(i, others.length), worker }])]);
   const all = lines(workers).filter((line) => places.has(line.to)), most = Math.max(0.1, ...all.map((line) => rates.get(line.key) ?? 0));
   const paths = all.map((line) => {
     const start = line.from === null ? { x: 150, y: height / 2 } : { x: 350 + WIDE, y: places.get(line.from).y };
     const end = places.get(line.to), rate = rates.get(line.key) ?? 0, bend = (end.x - start.x) / 2;
-    const over = line.from === null && split && end.worker.role !== "prefill"; // passes the prefill workers
+    const over = line.from === null && split && !FEEDS.includes(end.worker.role); // passes the prefill and encode workers
     const low = height + 12;
     const d = over ? `M${start.x} ${start.y}C${start.x + 90} ${start.y} ${start.x + 90} ${low} 350 ${low}L${350 + WIDE} ${low}C${end.x - 40} ${low} ${end.x - 60} ${end.y + 12} ${end.x} ${end.y + 12}`
       : `M${start.x} ${start.y}C${start.x + bend} ${start.y} ${end.x - bend} ${end.y} ${end.x} ${end.y}`;
@@ -79,8 +80,8 @@ function drawFlows({ router, workers, totals }) {
   byId("flows-body").replaceChildren(s("svg", { viewBox: `0 0 ${WIDTH} ${height + 24}`, role: "img", "aria-label": `Requests from the router to its workers. ${words}.` }, paths, middle, boxes));
   byId("flows-about").textContent = [`${compact(totals.requests)} requests`, `${compact(totals.hand_overs)} handed over`, plural(totals.failovers, "failover"), plural(totals.copied_prefixes, "copied prefix", "copied prefixes"),
     plural(totals.continued_streams, "continued stream"), `${plural(totals.deaths, "death")} of workers`].join(" · ");
-  const key = marks([...(split ? [["orange", "prefill"], ["blue", "decode"]] : []), ...(others.some((worker) => worker.role === "both") ? [["green", "requests"]] : []),
-    ...(split ? [["pink", "pages, prefill → decode"]] : [])]);
+  const key = marks([...(has("prefill") ? [["orange", "prefill"], ["blue", "decode"]] : []), ...(has("encode") ? [["yellow", "encode"]] : []), ...(has("both") ? [["green", "requests"]] : []),
+    ...(has("prefill") ? [["pink", "pages, prefill → decode"]] : []), ...(has("encode") ? [["pink", "embeddings of images"]] : [])]);
   byId("flows-key").replaceChildren(...key.childNodes);
 }
 
@@ -90,7 +91,8 @@ function workerBox(worker, name, x, at) {
     s("circle", { cx: left + 4, cy: at - 11, r: 5, style: { fill: `var(--${worker.alive ? ROLES[worker.role] : "red"})` } }),
     s("text", { x: left + 16, y: at - 6, class: "name" }, name),
     s("text", { x: x + WIDE - 18, y: at - 6, "text-anchor": "end" }, worker.alive ? worker.role : "dead"),
-    s("text", { x: left, y: at + 11 }, `${count(worker.running)} running, ${count(worker.waiting)} waiting · ${compact(worker.blocks.GPU ?? 0)} blocks`),
+    s("text", { x: left, y: at + 11 }, worker.role === "encode" ? `${count(worker.waiting)} waiting · ${compact(worker.images)} images encoded`
+      : `${count(worker.running)} running, ${count(worker.waiting)} waiting · ${compact(worker.blocks.GPU ?? 0)} blocks`),
     s("rect", { class: "level", x: left, y: at + 16, width: WIDE - 32, height: 4, rx: 2 }),
     s("rect", { class: "filled", x: left, y: at + 16, width: (WIDE - 32) * share, height: 4, rx: 2 }));
 }

@@ -1,4 +1,4 @@
-"""Pages in the configured tiers: host memory, and the tiers below it. One thread uses a TierPages."""
+"""Pages in the configured tiers: host memory, and the tiers behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kvloom.tiers import HostConfig, HostTier, OpenTier, PageChanges, SupportsChanges, TierError, scheme_of
 from kvloom.tiers.transfers import TransferConfig, TransferManager, open_tiers
 
-from .settings import Settings
+from .tier_urls import host_url, of_rank
 
 __all__ = ["TierPages"]
 
@@ -21,19 +21,22 @@ SLAB_BYTES = 8 << 20
 
 
 class TierPages:
-    """Opens the tiers of one worker. `page_bytes` is the largest page. `pin` pins host memory, for a GPU. `others` are
-    open tiers that replace the configured ones. Raises ValueError if a required tier cannot be opened.
+    """Opens the tiers of one process. Raises ValueError if a required tier cannot be opened.
+
+    `tiers` are the URLs, and `page_bytes` is the size of the largest page. With `pin`, host memory is pinned, as a GPU
+    needs it. `others` are open tiers that replace the configured ones. Only one thread may call the manager.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        tiers: Sequence[str],
         page_bytes: int,
         rank: int = 0,
         pin: bool = False,
         others: Sequence[OpenTier] | None = None,
     ) -> None:
-        host = settings.host(rank)
+        urls = of_rank(tiers, rank)
+        host = host_url(urls)
         slab = max(min(SLAB_BYTES, host.capacity // 32), page_bytes)
         slab = -(-slab // mmap.PAGESIZE) * mmap.PAGESIZE
         if slab > host.capacity:
@@ -45,7 +48,7 @@ class TierPages:
         if pin:
             buffer = torch.empty(host.capacity // slab * slab, dtype=torch.uint8, pin_memory=True).numpy()
         self.host = HostTier(HostConfig(host.capacity, slab, host.checked, host.ttl), buffer)
-        urls = [url for url in settings.of_rank(rank) if scheme_of(url) != "host"]
+        urls = [url for url in urls if scheme_of(url) != "host"]
         try:
             places, self.unavailable = open_tiers(urls if others is None else others, check=_checked)
         except BaseException:
@@ -58,8 +61,8 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Record which pages host memory and disk store and remove, from now on. Returns vLLM's name of each medium,
-        and its changes. Shared stores are not watched, because other processes change them also.
+        """From now on, record which pages host memory and disk store and remove. Returns vLLM's name of each medium,
+        and its changes. Shared stores are not recorded, because other processes change them too.
         """
         found = [("CPU", self.host.watch())]
         for place in self.manager.tiers:
@@ -76,5 +79,5 @@ class TierPages:
 def _checked(place: OpenTier) -> OpenTier:
     if place.is_lossy:
         place.tier.close()
-        raise TierError("it re-encodes pages, and vLLM's pages are stored exactly")
+        raise TierError("it re-encodes pages, and the engine's pages are stored exactly")
     return place

@@ -1,0 +1,153 @@
+"""Pages in tiers for an engine that calls from threads of its own and waits for the result.
+
+    lookup(batches)        which pages host memory or a tier has
+    load(objects, copy)    load pages into host memory, then let the caller copy them
+    store(objects, copy)   let the caller fill pages of host memory, then queue writes to the other tiers
+
+Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted and logged by the
+transfer manager.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers import Objects, Outcome
+
+from .tier_pages import TierPages
+
+__all__ = ["PageCounts", "WaitingPages"]
+
+Mask = npt.NDArray[np.bool_]
+Copy = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
+"""Copies pages between the engine and the arena: indexes of objects, and their offsets in the arena."""
+
+POLL_SECONDS = 0.002
+BATCH_PART = 4
+"""A batch uses at most this part of host memory, so that its pages do not evict each other."""
+
+
+@dataclass
+class PageCounts:
+    """Pages since the start."""
+
+    stored: int = 0
+    skipped: int = 0
+    """Pages that were not stored, because host memory was full."""
+    loaded: int = 0
+    missed: int = 0
+    """Pages that a load did not find, or not in time."""
+
+
+class WaitingPages:
+    """Lookups, loads and stores over the tiers of one process. Thread-safe. `seconds` is the longest time of a load,
+    and the longest time that a store waits for slow tiers.
+    """
+
+    def __init__(self, tiers: TierPages, seconds: float) -> None:
+        self.tiers, self.counts = tiers, PageCounts()
+        self._seconds = seconds
+        self._lock = threading.Lock()  # guards the counts, and the manager's list of pages to write back
+
+    def lookup(self, batches: Sequence[Objects]) -> list[Mask]:
+        """Return for each batch which of its objects host memory or a tier has."""
+        lookup = self.tiers.manager.lookup(batches)
+        self._wait(lambda: lookup.done)
+        return lookup.found
+
+    def load(self, objects: Objects, copy: Copy) -> Mask:
+        """Load objects and call `copy` for those that are in host memory. Returns which objects were copied."""
+        deadline = time.monotonic() + self._seconds
+        copied = np.zeros(len(objects), bool)
+        for first, batch in self._split(objects):
+            self._fetch(batch, deadline)
+            lease = self.tiers.host.acquire(batch)
+            try:
+                there = np.flatnonzero(lease.results == Outcome.OK)
+                copy(first + there, lease.offsets[there])
+            finally:
+                lease.release(False)
+            copied[first + there] = True
+            self._write(batch.take(there), used=True)
+        with self._lock:
+            self.counts.loaded += int(copied.sum())
+            self.counts.missed += int((~copied).sum())
+        return copied
+
+    def store(self, objects: Objects, copy: Copy) -> Mask:
+        """Call `copy` for objects that are not in host memory, and queue writes to the other tiers. Returns which
+        objects are in host memory. Waits a limited time if the other tiers are slower than the caller.
+        """
+        deadline = time.monotonic() + self._seconds
+        stored, fresh_pages = np.zeros(len(objects), bool), 0
+        for first, batch in self._split(objects):
+            size = len(batch) * batch.form.page_bytes
+            while self._is_behind(size) and time.monotonic() < deadline:
+                self.tiers.manager.wait(POLL_SECONDS)
+            lease = self.tiers.host.reserve(batch)
+            written = False
+            try:
+                fresh = np.flatnonzero(lease.results == Outcome.PENDING)
+                copy(first + fresh, lease.offsets[fresh])
+                written = True
+            finally:
+                lease.release(written)
+            kept = np.flatnonzero((lease.results == Outcome.PENDING) | (lease.results == Outcome.OK))
+            stored[first + kept] = True
+            fresh_pages += len(fresh)
+            self._write(batch.take(kept), used=False)
+        with self._lock:
+            self.counts.stored += fresh_pages
+            self.counts.skipped += int((~stored).sum())
+        return stored
+
+    def record_fault(self, name: str, verb: str, pages: int, reason: str) -> None:
+        """Count and log pages that are misses for a reason outside the tiers."""
+        self.tiers.manager.fault_log.add(name, verb, "failed", pages, reason, time.monotonic())
+
+    def close(self) -> None:
+        """Write pending pages to the tiers, in bounded time, and close them."""
+        self.tiers.close()
+
+    def _split(self, objects: Objects) -> Iterator[tuple[int, Objects]]:
+        """Yield batches that fit into a part of host memory, and the index of their first object."""
+        each = max(1, self.tiers.host.capacity // BATCH_PART // objects.form.page_bytes)
+        if len(objects) <= each:
+            yield 0, objects
+            return
+        for first in range(0, len(objects), each):
+            yield first, objects.take(np.arange(first, min(first + each, len(objects))))
+
+    def _fetch(self, objects: Objects, deadline: float) -> None:
+        """Load the objects that are not in host memory, until the deadline."""
+        lookup = self.tiers.manager.lookup([objects])
+        self._wait(lambda: lookup.done)
+        missing = objects.take(np.flatnonzero(~lookup.in_host[0]))
+        fetch = self.tiers.manager.fetch([missing], lookup.queue_of, deadline)
+        self._wait(lambda: fetch.done)
+
+    def _is_behind(self, size: int) -> bool:
+        """Return whether host memory could evict pages that a working tier has not written yet, after `size` more
+        bytes.
+        """
+        limit = self.tiers.host.capacity * 3 // 4 - size
+        return any(
+            queue.pending_store_bytes > limit and queue.breaker.is_closed and not queue.is_stuck
+            for queue in self.tiers.manager.queues
+        )
+
+    def _write(self, objects: Objects, used: bool) -> None:
+        if len(objects):
+            with self._lock:
+                self.tiers.manager.write_to_tiers(objects, used)
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`. Several threads may wait, so each of them also looks again after POLL_SECONDS."""
+        while not is_done():
+            self.tiers.manager.wait(POLL_SECONDS)

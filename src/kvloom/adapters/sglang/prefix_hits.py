@@ -1,0 +1,34 @@
+"""Which prefixes of a request can be restored from the stored pages of all pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["leading_pages", "restorable_lengths"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+def leading_pages(stored: Mask) -> int:
+    """Return the number of stored pages before the first missing one."""
+    return int(np.argmin(stored)) if not stored.all() else len(stored)
+
+
+def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
+    """Return for each length 1, 2, … `kv_pages` whether every pool can restore it, and the longest length of each pool.
+
+    A pool is a mask of its stored pages, and the number of pages that it needs before the end of the prefix. None
+    means that it needs all pages of the prefix.
+    """
+    restorable, longest = np.ones(kv_pages, bool), []
+    for stored, trailing in pools:
+        lengths = np.arange(1, kv_pages + 1)
+        before = np.concatenate([[0], np.cumsum(~stored[:kv_pages])])  # missing pages before each position
+        first = np.zeros_like(lengths) if trailing is None else np.maximum(0, lengths - trailing)
+        complete = before[lengths] == before[first]
+        longest.append(int(lengths[complete].max()) if complete.any() else 0)
+        restorable &= complete
+    return restorable, longest

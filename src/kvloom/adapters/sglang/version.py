@@ -1,0 +1,10 @@
+"""The SGLang version that is tested with this adapter."""
+
+from __future__ import annotations
+
+from kvloom.adapters.common import EngineVersion
+
+__all__ = ["VERSION"]
+
+VERSION = EngineVersion("SGLang", "kvloom.adapters.sglang", ("sglang",), "0.5.23")
+"""SGLang changes `HiCacheStorage` also between patch versions."""

@@ -1,0 +1,69 @@
+"""Chooses the encode worker for the images of a call.
+
+The router remembers which encode worker it named for each image. It names that worker again, because the worker
+probably has the embeddings. For new images it names the encode worker with the fewest open images. The worker that
+computes the prompt asks the named worker for embeddings. Nothing of the image is sent to the encode worker by the
+router.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+__all__ = ["EncoderChooser", "image_hashes"]
+
+MAX_IMAGES = 100_000
+"""Number of remembered images."""
+
+
+def image_hashes(body: dict[str, Any], tenant: str) -> list[bytes]:
+    """Return a hash for each image of a chat, of the tenant and the image's URL. O(bytes of the URLs)."""
+    salt = blake2b(tenant.encode(errors="replace"), digest_size=16).digest()
+    return [
+        blake2b(salt + url.encode(errors="replace"), digest_size=16).digest() for url in _image_urls(body)
+    ]
+
+
+def _image_urls(body: dict[str, Any]) -> Iterator[str]:
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            image = part.get("image_url") if isinstance(part, dict) else None
+            url = image.get("url") if isinstance(image, dict) else image
+            if isinstance(url, str):
+                yield url
+
+
+class EncoderChooser:
+    """Remembers the encode worker of each image, and counts the open images of each encode worker."""
+
+    def __init__(self) -> None:
+        self._worker_of: OrderedDict[bytes, str] = OrderedDict()
+        self.open_images: Counter[str] = Counter()
+        """Images of calls that have no first token yet, by encode worker."""
+
+    def choose(self, images: list[bytes], names: list[str]) -> str | None:
+        """Return the encode worker for the images of one call: the one that has most of them, then the one with the
+        fewest open images. Return None if `names` is empty. Counts the images as open until `ended`.
+        """
+        if not images or not names:
+            return None
+        had = Counter(self._worker_of.get(image, "") for image in images)
+        name = min(names, key=lambda one: (-had[one], self.open_images[one]))
+        for image in images:
+            self._worker_of[image] = name
+            self._worker_of.move_to_end(image)
+        while len(self._worker_of) > MAX_IMAGES:
+            self._worker_of.popitem(last=False)
+        self.open_images[name] += len(images)
+        return name
+
+    def ended(self, name: str, count: int) -> None:
+        """Record that `count` images of an encode worker are no longer open."""
+        self.open_images[name] -= count
+        if self.open_images[name] <= 0:
+            del self.open_images[name]

@@ -1,0 +1,90 @@
+"""CUDA graphs of steps with drafts. One graph computes a whole step in which each row has a few tokens.
+
+A graph is captured for each of a few numbers of tokens. It has as many rows as tokens, so it fits any number of
+requests and any draft lengths, with up to `longest` tokens in a row. Padding rows have one token each, or none.
+Recurrent layers store the state before the draft (`StateRows.stored`), so their rows are computed in one pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.kernels.device import upload
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
+
+from .piecewise_graphs import uncollected
+
+__all__ = ["DraftGraphs"]
+
+SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
+LARGEST_ROW = 64
+"""Largest number of tokens of a row in a decode plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class DraftGraphs:
+    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A row has at most
+    `row_tokens` tokens, and a step at most `step_tokens`.
+    """
+
+    def __init__(
+        self,
+        stage: BatchBuilder,
+        forward: Callable[[Batch, torch.Tensor | None], torch.Tensor],
+        chosen: torch.Tensor,
+        row_tokens: int,
+        step_tokens: int,
+    ) -> None:
+        self._stage, self._forward, self._chosen = stage, forward, chosen
+        self.longest = min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
+        most = min(step_tokens, DRAFT_STEP_TOKENS)
+        self.sizes = [size for size in SIZES if size <= most]
+        self._graphs: dict[int, _Captured] = {}
+
+    def size_for(self, works: Many[Work]) -> int:
+        """Return the size of the graph for a step, or 0 if there is none."""
+        counts = [len(work.tokens) for work in works]
+        if max(counts) > self.longest:
+            return 0
+        at = bisect_left(self.sizes, sum(counts))
+        return self.sizes[at] if at < len(self.sizes) else 0
+
+    def run(self, works: Many[Work], size: int, wanted: Many[int] | None, pool: Any) -> torch.Tensor:
+        """Compute a step. Returns logits like `ModelRunner.run`."""
+        captured = self.capture(size, pool)
+        self._stage.send_drafted(works, size)
+        captured.graph.replay()
+        bounds = np.cumsum([0, *(len(work.tokens) for work in works)])
+        chosen = range(len(works)) if wanted is None else wanted
+        each = [np.arange(bounds[i + 1] - 1 - works[i].drafts, bounds[i + 1]) for i in chosen]
+        ends = np.concatenate([np.zeros(0, np.int64), *each])
+        if len(ends) == bounds[-1]:
+            return captured.logits[: len(ends)]
+        return captured.logits.index_select(0, upload(ends, self._stage.device))
+
+    def capture(self, size: int, pool: Any) -> _Captured:
+        """Return the graph of one size. Captures it in the memory `pool` if it does not exist."""
+        if size not in self._graphs:
+            stage, device = self._stage, self._stage.device
+            stage.send_drafted([], size)
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory
+                self._forward(stage.drafted(size, self.longest, self._chosen), None)
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with uncollected(), torch.cuda.graph(graph, pool=pool):
+                logits = self._forward(stage.drafted(size, self.longest, self._chosen), None)
+            self._graphs[size] = _Captured(graph, logits)
+        return self._graphs[size]
