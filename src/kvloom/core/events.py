@@ -40,6 +40,7 @@ class BlockRemoved:
 
 
 Event = BlockStored | BlockRemoved
+"""An event of the cache."""
 
 
 class EventBus:

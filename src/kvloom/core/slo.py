@@ -186,6 +186,7 @@ class PromptWork:
 
     @property
     def pairs(self) -> float:
+        """Number of pairs of tokens that attention computes."""
         return self.tokens * (self.context - self.tokens / 2)
 
 

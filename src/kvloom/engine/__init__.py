@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .execution import default_token_budget, use_threads
     from .image_prompts import encode_image_prompt, load_processor
     from .llm import LLM, Completion, Delta, Result
-    from .offload import OffloadManager, opened_tiers
+    from .offload import Action, OffloadManager, open_offload, opened_tiers
     from .options import add_engine_arguments, engine_settings
     from .preflight import check_engine, check_model
     from .request import Request
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "Action",
     "Calibration",
     "Completion",
     "Delta",
@@ -78,6 +79,7 @@ __all__ = [
     "engine_settings",
     "load_processor",
     "open_encoder",
+    "open_offload",
     "opened_tiers",
     "use_threads",
 ]
@@ -90,7 +92,7 @@ _MODULES = {
     "execution": ("default_token_budget", "use_threads"),
     "image_prompts": ("encode_image_prompt", "load_processor"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
-    "offload": ("OffloadManager", "opened_tiers"),
+    "offload": ("Action", "OffloadManager", "open_offload", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),

@@ -27,6 +27,7 @@ __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode", "encode"]
+"""Role of a worker in a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,12 @@ class EngineConfig:
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
     """Format of block hashes in events: "int64" (signed integers) or "bytes" (all bytes)."""
+    kv_events_topic: str = ""
+    """Topic of the events, such as `kv@10.0.0.7:8000@my-model` for llm-d. Subscribers can filter by its beginning."""
+    kv_events_encoding: Literal["map", "array"] = "map"
+    """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
+    kv_events_tier_tokens: bool = False
+    """Send parents and token ids also with events of tiers, for Dynamo. Costs about 300 bytes per block."""
 
     @property
     def objective(self) -> Objective:
@@ -197,7 +204,14 @@ class EngineConfig:
         """The addresses and format of published events, or None if no events are published."""
         if self.kv_events is None:
             return None
-        return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)
+        return EventSettings(
+            self.kv_events,
+            self.kv_events_replay,
+            self.kv_events_hashes,
+            self.kv_events_topic,
+            self.kv_events_encoding,
+            self.kv_events_tier_tokens,
+        )
 
 
 def engine_config(

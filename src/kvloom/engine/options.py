@@ -32,6 +32,7 @@ TIER = (
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
 EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
+EVENTS_TOPIC = "with --kv-events: topic of the events; {model} is the served name, {host} the host name (default: empty; for llm-d: kv@ADDRESS:PORT@{model})"
 ROLE = (
     "prefill: offer the pages of every prompt to other workers; decode: pull pages that prefill workers compute; "
     "encode: only encode images for other workers (needs --tier host:SIZE?share=PORT); "
@@ -112,6 +113,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
         help="with --kv-events: format of block hashes: signed 64-bit integers, or all their bytes (default: int64)")  # fmt: skip
+    add("--kv-events-topic", default="", metavar="TOPIC", help=EVENTS_TOPIC)
+    add("--kv-events-encoding", choices=("map", "array"), default="map",
+        help="with --kv-events: events as maps (vLLM 0.32) or as arrays (earlier vLLM, llm-d) (default: map)")  # fmt: skip
+    add("--kv-events-tier-tokens", action="store_true",
+        help="with --kv-events: events of tiers also contain parents and token ids, for Dynamo's indexer")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("objectives (docs/admission.md)").add_argument

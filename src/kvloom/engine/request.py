@@ -204,6 +204,7 @@ class Request:
 
     @property
     def output(self) -> list[int]:
+        """The generated tokens so far."""
         return self.tokens[len(self.prompt) :]
 
     def ids(self, end: int) -> npt.NDArray[np.int32]:

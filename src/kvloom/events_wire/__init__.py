@@ -4,6 +4,7 @@
     messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
     tier_blocks.py   the blocks of host memory and of disk tiers
+    block_tokens.py  parents and tokens of published blocks, for events of tiers
     subscriber.py    the router's side: applies batches in order, and fills gaps by replays or snapshots
 
 Frames of a batch: topic, sequence (8 bytes, big-endian), msgpack of [time, events, data-parallel rank]. The package

@@ -1,13 +1,13 @@
 """Events in msgpack, and block hashes in the form in which they are sent.
 
 vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array whose first element is the
-event name. This module writes maps and reads both.
+event name. This module reads and writes both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -105,7 +105,8 @@ def _array_form(kind: type[Any]) -> type[Any]:
 
 
 _KINDS: dict[str, type[Any]] = {one.__name__: one for one in (BlockStored, BlockRemoved, AllBlocksCleared)}
-_ARRAYS: Any = tuple(map(_array_form, _KINDS.values()))
+_ARRAY_KINDS: dict[str, type[Any]] = {name: _array_form(kind) for name, kind in _KINDS.items()}
+_ARRAYS: Any = tuple(_ARRAY_KINDS.values())
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
@@ -142,9 +143,12 @@ class EventDecoder:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_batch(batch: EventBatch) -> bytes:
-    """Return the payload of a batch."""
-    return _encoder.encode(batch)
+def encode_batch(batch: EventBatch, encoding: Literal["map", "array"] = "map") -> bytes:
+    """Return the payload of a batch, with events as maps or as arrays."""
+    if encoding == "map":
+        return _encoder.encode(batch)
+    events = [_ARRAY_KINDS[type(event).__name__](*msgspec.structs.astuple(event)) for event in batch.events]
+    return _encoder.encode(_ArrayBatch(batch.ts, events, batch.data_parallel_rank))
 
 
 def raw_tokens(tokens: bytes) -> msgspec.Raw:

@@ -9,7 +9,7 @@ A step never waits. If the queue is full, the batch is dropped and counted. The 
 not used again. Subscribers therefore notice the gap and request a snapshot. Pages of images are not published.
 
 Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these events
-have no parent and no tokens. If a block moves from the pool to host memory, there are two events: stored in CPU, then
+have no parent and no tokens, unless `EventSettings.tier_tokens` is set. If a block moves from the pool to host memory, there are two events: stored in CPU, then
 removed from GPU.
 """
 
@@ -33,6 +33,7 @@ from kvloom.core import (
     PageGroup,
 )
 
+from .block_tokens import BlockTokens
 from .messages import (
     AllBlocksCleared,
     BlockRemoved,
@@ -89,6 +90,7 @@ class WirePublisher:
         self._roots = cache.roots
         self._mirror: HashIndex[bytes] = HashIndex(list(self._groups.values()))
         self._tiers: list[TierBlocks] = []
+        self._tokens = BlockTokens(self._order[0]) if settings.tier_tokens and self._order else None
         self._pending: list[tuple[Event, bool]] = []  # with: its parent is a root
         self._lock = threading.Lock()  # guards the mirror, the sequence and the queue
         self._queue: deque[tuple[int, float, list[tuple[Event, bool]]]] = deque()
@@ -180,8 +182,7 @@ class WirePublisher:
     def _send_queued(self) -> None:
         while self._queue:
             sequence, at, events = self._queue.popleft()
-            batch = EventBatch(at, self._wire_events(events), self.settings.rank)
-            payload = encode_batch(batch)
+            payload = self._encoded(at, self._wire_events(events))
             self._socket.send_multipart((self.settings.topic.encode(), sequence.to_bytes(8, "big"), payload))
             self._buffer.append((sequence, payload))
             self.published += 1
@@ -225,22 +226,31 @@ class WirePublisher:
             events += self._wire_stored(stored, parent in self._roots)
             count += len(hashes)
             if count >= SNAPSHOT_BLOCKS:
-                parts.append(encode_batch(EventBatch(now, events, self.settings.rank)))
+                parts.append(self._encoded(now, events))
                 events, count = [], 0
         if events:
-            parts.append(encode_batch(EventBatch(now, events, self.settings.rank)))
+            parts.append(self._encoded(now, events))
         for blocks in in_tiers:
             for start in range(0, len(blocks.hashes), SNAPSHOT_BLOCKS):
                 part = replace(blocks, hashes=blocks.hashes[start : start + SNAPSHOT_BLOCKS])
-                parts.append(encode_batch(EventBatch(now, self._wire_stored(part, True), self.settings.rank)))
+                parts.append(self._encoded(now, self._wire_stored(part, True)))
         return [(last, payload) for payload in parts]
+
+    def _encoded(self, at: float, events: list[WireEvent]) -> bytes:
+        """Return the payload of a batch with these events."""
+        return encode_batch(EventBatch(at, events, self.settings.rank), self.settings.encoding)
 
     def _wire_events(self, events: list[tuple[Event, bool]]) -> list[WireEvent]:
         found: list[WireEvent] = []
         for event, is_first in events:
-            found += (
-                self._wire_stored(event, is_first) if isinstance(event, Stored) else self._wire_removed(event)
-            )
+            if isinstance(event, Stored):
+                parts = [(event, is_first)] if self._tokens is None else self._tokens.stored(event, is_first)
+                for part, starts in parts:
+                    found += self._wire_stored(part, starts)
+            else:
+                if self._tokens is not None:
+                    self._tokens.removed(event)
+                found += self._wire_removed(event)
         return found
 
     def _hashes(self, hashes: Iterable[bytes]) -> list[WireHash]:

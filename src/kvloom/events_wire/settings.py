@@ -15,13 +15,17 @@ class EventSettings:
     tcp://127.0.0.1:5557.
 
     `hashes` selects how block hashes are sent. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
-    "bytes" sends whole hashes.
+    "bytes" sends whole hashes. `topic` is the first frame of each batch. `encoding` selects how events are sent: as
+    maps, as vLLM does since version 0.32, or as arrays, as earlier versions did. With `tier_tokens`, events of tiers
+    contain parents and tokens, which Dynamo's indexer needs. vLLM's events of its offloaded blocks have neither.
     """
 
     endpoint: str
     replay: str | None = None
     hashes: Literal["int64", "bytes"] = "int64"
     topic: str = ""
+    encoding: Literal["map", "array"] = "map"
+    tier_tokens: bool = False
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -32,6 +36,8 @@ class EventSettings:
                 )
         if self.hashes not in ("int64", "bytes"):
             raise ValueError(f"kv_events_hashes {self.hashes!r} is not one of int64, bytes")
+        if self.encoding not in ("map", "array"):
+            raise ValueError(f"kv_events_encoding {self.encoding!r} is not one of map, array")
 
 
 def _is_address(address: str) -> bool:

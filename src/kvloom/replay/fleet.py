@@ -468,14 +468,16 @@ class _Router:
         self.index, self.scorer = FleetIndex(), Scorer(options)
         self._speed = SpeedModel()
         self._turn = 0
+        self.block_tokens = 16
         self.names: list[str] = []
         self.prefill: list[str] = []
         self.stored = self.removed = self.choices = 0
         self.choice_seconds = self.event_seconds = 0.0
 
-    def add(self, name: str, capacity: int, is_prefill: bool = False) -> None:
+    def add(self, name: str, capacity: int, is_prefill: bool = False, block_tokens: int = 16) -> None:
         (self.prefill if is_prefill else self.names).append(name)
         self.index.add(name)
+        self.block_tokens = block_tokens
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
@@ -524,6 +526,7 @@ class _Router:
         if self.route == "kv":
             began = time.process_time()
             self.index.apply(worker, batch)
+            self.scorer.loads[worker].cached_tokens = self.index.counts(worker)[GPU] * self.block_tokens
             self.event_seconds += time.process_time() - began
 
     def first_token(self, worker: str, job: _Job, now: float) -> None:
@@ -695,7 +698,7 @@ def replay_fleet(
         )
         worker = _Worker(f"w{number}", blocks, block, longest, role, router)
         worker.link_tokens, worker.is_measured = link_tokens, admission == "slo"
-        router.add(worker.name, blocks * block, number < prefill)
+        router.add(worker.name, blocks * block, number < prefill, block)
         members.append(worker)
     fleet = _Fleet(members, router, block // HASH_TOKENS)
     root = members[0].cache.root_hash(CacheControl())

@@ -334,6 +334,8 @@ def _models(
     models: list[ModelOptions] = []
     for model, name, own in given:
         folder = folder_of(model)
+        named = name or (None if folder == model else model)
+        served = named or Path(folder).name or folder
         start = Start(
             model=folder,
             dtype=own.dtype,
@@ -344,13 +346,12 @@ def _models(
             tenants=tenants,
             progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
             observe=not args.no_metrics,
-            settings=with_own_events(engine_settings(own), len(models)),
+            settings=with_own_events(engine_settings(own), len(models), served),
             log_level=level,
             log_format=args.log_format,
         )
         if memory is not None:
             start = shared_start(start, memory, memory // len(given))
-        named = name or (None if folder == model else model)
         models.append(ModelOptions(start, named, folder != model, _chat_options(own)))
     return tuple(models)
 

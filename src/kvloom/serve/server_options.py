@@ -154,14 +154,21 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
     return msgspec.structs.replace(start, settings={**start.settings, **sizes}, share_bytes=share)
 
 
-def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the settings of the model with index `number`. Its event ports are higher by `number`, so that each model
-    has ports of its own.
+def with_own_events(settings: dict[str, Any], number: int, name: str) -> dict[str, Any]:
+    """Return the settings of the model with index `number` and this served name. Its event ports are higher by
+    `number`, so that each model has ports of its own. `{model}` and `{host}` in the topic are replaced. Raises
+    ValueError for other placeholders.
     """
     if settings.get("kv_events") is None:
         return settings
     ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}
-    return {**settings, **ports}
+    given = settings.get("kv_events_topic", "")
+    topic = given.replace("{model}", name).replace("{host}", socket.gethostname())
+    if "{" in given.replace("{model}", "").replace("{host}", ""):
+        raise ValueError(
+            f"kv_events_topic {given!r} may contain {{model}} and {{host}}, and no other placeholder"
+        )
+    return {**settings, **ports, "kv_events_topic": topic}
 
 
 def resolve(host: str, port: int) -> Any:

@@ -40,6 +40,7 @@ class Options:
         self._known: list[str] = []
 
     def text(self, name: str, default: str) -> str:
+        """Returns the text of an option, or `default`."""
         self._known.append(name)
         return self._remaining.pop(name, default)
 
@@ -49,9 +50,11 @@ class Options:
         return self._remaining.pop(name, None)
 
     def integer(self, name: str, default: int) -> int:
+        """Returns a whole number. Raises ValueError for other text."""
         return int(self._parse(name, default, int))
 
     def seconds(self, name: str, default: float) -> float:
+        """Returns a number of seconds. Raises ValueError for other text."""
         return float(self._parse(name, default, float))
 
     def ttl(self) -> float:
@@ -70,6 +73,7 @@ class Options:
         return int(self._parse(name, default, parse_size))
 
     def compression(self) -> Compression:
+        """Returns the compression method. Raises ValueError for an unknown method."""
         value = self.text("compression", "none")
         for known in get_args(Compression):
             if value == known:

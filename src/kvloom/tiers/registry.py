@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 WritePolicy = Literal["through", "second-use", "back"]
+"""When a page is copied to a tier: when its sequence closes, at its second use, or when it is evicted."""
 WRITE_POLICIES: tuple[WritePolicy, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
 """A function that opens the tier of a parsed URL. Raises TierError if the tier cannot be opened."""

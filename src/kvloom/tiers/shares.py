@@ -52,6 +52,7 @@ class Share:
 
 
 Shares = Mapping[str, Share]
+"""Shares by tenant."""
 
 
 class Account:

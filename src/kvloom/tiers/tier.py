@@ -78,10 +78,12 @@ class Form:
 
     @property
     def runs(self) -> int:
+        """Number of layer runs in a page."""
         return self.page_bytes // self.run_bytes
 
     @cached_property
     def fingerprint(self) -> bytes:
+        """Hash of all fields, as part of keys."""
         parts = (self.dtype, self.order, self.shard, self.layout, "exact" if self.exact else "lossy")
         text = b"".join(len(p).to_bytes(8, "little") + p for p in (s.encode() for s in parts))
         sizes = self.page_bytes.to_bytes(8, "little") + self.run_bytes.to_bytes(8, "little")
@@ -150,19 +152,23 @@ class Ranges:
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
+        """The buffer as bytes. A view, not a copy."""
         array: npt.NDArray[np.uint8] = self.buffer
         return array
 
     @property
     def view(self) -> memoryview:
+        """The buffer as a memoryview."""
         return memoryview(self.buffer)
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
+        """The start of each page in the buffer, in bytes."""
         return np.asarray(self.offsets, np.int64)
 
     @property
     def address(self) -> int:
+        """The address of the buffer in memory."""
         return int(self.bytes.__array_interface__["data"][0])
 
     def check(self, objects: Objects, writable: bool) -> None:
@@ -189,7 +195,9 @@ class Tier(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the tier in statistics and logs, such as `host` or `disk:/path`."""
+        ...
 
     @property
     def capacity(self) -> int:
@@ -229,7 +237,9 @@ class Tier(Protocol):
         """Removes objects. Returns the number removed."""
         ...
 
-    def stats(self) -> TierStats: ...
+    def stats(self) -> TierStats:
+        """Returns the size of the tier, and counts of reads and writes by outcome."""
+        ...
 
     def close(self) -> None:
         """Finishes pending transfers, or fails them after a bounded time. Afterwards every lookup and read is a miss.

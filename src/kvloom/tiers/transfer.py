@@ -83,6 +83,7 @@ class TransferCounts:
         self._bytes: Counter[str] = Counter()
 
     def add(self, verb: str, outcome: int, objects: int, size: int) -> None:
+        """Counts objects by operation and outcome, and their bytes if the outcome is OK."""
         with self._lock:
             self._counts[verb, outcome] += objects
             if outcome == Outcome.OK:
@@ -97,6 +98,7 @@ class TransferCounts:
         notes: tuple[str, ...] = (),
         tenants: Mapping[str, int] | None = None,
     ) -> TierStats:
+        """Returns the counts with these sizes as the statistics of a tier."""
         with self._lock:
             by_verb = {
                 verb: {Outcome(o).name.lower(): n for (v, o), n in self._counts.items() if v == verb}
@@ -166,6 +168,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
+        """Whether every outcome is set."""
         return self._pending == 0
 
     @property
@@ -232,6 +235,7 @@ class Transfer:
             return True
 
     def end_access(self) -> None:
+        """Ends an access of the tier to the ranges, after `begin_access`."""
         with self._changed:
             self._accesses -= 1
             self._changed.notify_all()
@@ -271,6 +275,7 @@ class Transfer:
         return len(index)
 
     def settle_pending(self, outcome: Outcome, reason: str = "") -> None:
+        """Sets the outcome of all objects that have none yet."""
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)
 
 

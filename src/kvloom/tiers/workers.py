@@ -55,6 +55,7 @@ class Workers(Generic[Job]):
             del job  # frees the job's memory before the thread waits for the next job
 
     def submit(self, job: Job) -> None:
+        """Queues a job. Does not wait."""
         self._queue.put(job)
 
     def close(self, timeout: float) -> bool:

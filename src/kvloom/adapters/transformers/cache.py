@@ -485,4 +485,5 @@ class Cache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
+        """Always True: the pool is allocated when the cache is made."""
         return True

@@ -7,8 +7,7 @@ from itertools import count
 from typing import Any
 
 from kvloom.core import CacheControl, CheckpointPolicy, KVCache, Match, PoolLayout, Sequence, format_bytes
-from kvloom.engine import OffloadConfig, OffloadManager, Request, SamplingParams
-from kvloom.engine.offload import Action, open_offload
+from kvloom.engine import Action, OffloadConfig, OffloadManager, Request, SamplingParams, open_offload
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import allocate, layer_views
 from kvloom.models.loading import model_fingerprint

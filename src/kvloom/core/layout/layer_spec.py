@@ -45,11 +45,14 @@ DTYPE_BYTES: dict[str, int] = {
     "int8": 1,
     "int32": 4,
 }
+"""Bytes of one value of each data type."""
 QUANTISED = ("int8", "fp8")
+"""Data types that need scales."""
 
 Unit = Literal["token", "state"]
 Axis = Literal["text", "media"]
 Order = Literal["HND", "NHD"]
+"""Order of K and V inside a page: heads first, or tokens first."""
 Positions = npt.NDArray[np.int64]
 
 
@@ -77,6 +80,7 @@ class Field:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the field for one token, or for one state."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def axes(self, order: Order) -> tuple[int, ...]:

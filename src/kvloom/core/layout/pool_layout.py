@@ -49,12 +49,14 @@ class PageGroup:
 
     @property
     def name(self) -> str:
+        """Name of the group: lifetime, kind, window and index."""
         lifetime = "" if self.spec.lifetime == "target" else f"{self.spec.lifetime} "
         span = f" {self.spec.visibility.size}" if self.spec.visibility.windowed else ""
         return f"{lifetime}{self.spec.kind}{span} #{self.index}"
 
     @property
     def run_layers(self) -> int:
+        """Number of layers that share one page."""
         return -(-len(self.layers) // self.runs)
 
     @property
@@ -64,6 +66,7 @@ class PageGroup:
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page, without padding."""
         return self.layer_bytes * self.run_layers
 
     @property
@@ -73,6 +76,7 @@ class PageGroup:
 
     @property
     def columns(self) -> slice:
+        """The columns of the group in the block tables, one per run."""
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from . import loops
 __all__ = ["PagePool", "SizeClass"]
 
 Ids = npt.NDArray[np.int32]
+"""An array of page ids."""
 Index = npt.NDArray[np.intp]
 
 

@@ -33,7 +33,9 @@ __all__ = [
 ]
 
 HASH_BYTES = 16
+"""Bytes of a block hash."""
 TOKEN_BYTES = 4
+"""Bytes of a token id in hashes and events."""
 token_at = struct.Struct("<i").unpack_from
 """Reads the token at a byte offset. Returns a tuple with one element."""
 _TOKEN = np.dtype("<i4")

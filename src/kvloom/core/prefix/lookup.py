@@ -32,6 +32,7 @@ MISS_REASONS = {
     "media missing": "the tokens match further, but the pages of an image before that position were evicted",
     "reading off": "the request disabled reading the cache",
 }
+"""All miss reasons, with explanations."""
 NOT_CACHED = ("never seen", "evicted")
 """Miss reasons that mean that the pool does not have the next tokens of the prompt."""
 

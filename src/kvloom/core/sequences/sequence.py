@@ -132,10 +132,12 @@ class Sequence:
 
     @property
     def open(self) -> bool:
+        """Whether the sequence is open."""
         return self.cache.block_tables.sequences[self.row] is self
 
     @property
     def length(self) -> int:
+        """Number of computed tokens. Raises ValueError if the sequence is closed."""
         return int(self.cache.block_tables.length[self._open_row()])
 
     @property
@@ -147,6 +149,7 @@ class Sequence:
 
     @property
     def reserved_tokens(self) -> int:
+        """Number of tokens that have pages. Raises ValueError if the sequence is closed."""
         return int(self.cache.block_tables.blocks[self._open_row()]) * self.cache.block_tokens
 
     def _open_row(self) -> int:

@@ -130,6 +130,7 @@ class OffloadManager:
 
     @property
     def config(self) -> OffloadConfig:
+        """How pages are loaded. May be replaced at any time."""
         return self._tiers.config
 
     @config.setter

@@ -245,6 +245,7 @@ class Grammar:
             raise (GrammarBusyError if self.busy else ValueError)(self.error)
 
     def next_key(self) -> int:
+        """Return a new number that identifies one state of the grammar."""
         self._count += 1
         return self._count
 
@@ -325,6 +326,7 @@ class Grammar:
         self.hang_up()
 
     def hang_up(self) -> None:
+        """Close the connection between the engine and the process of the grammar, if there is one."""
         if self.link is not None:
             self.link.close()
             self.link = None

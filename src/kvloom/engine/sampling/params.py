@@ -116,10 +116,12 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
         return tuple(self.stop)
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is chosen."""
         return self.temperature < GREEDY_BELOW
 
     @property

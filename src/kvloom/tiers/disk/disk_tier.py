@@ -181,6 +181,7 @@ class DiskTier(Tier):
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def set_shares(self, shares: Shares) -> None:

@@ -62,6 +62,7 @@ _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 FIXED_HEAD_BYTES = _FIXED.size
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
+"""Method by which stored pages are compressed."""
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 _MIN_WINDOW = 1 << 10  # the smallest window that zstd allows
 Bytes = memoryview | bytes

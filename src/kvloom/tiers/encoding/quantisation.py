@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 Coding = Literal["int8", "fp8"]
+"""Data type of the values in a lossy tier."""
 CODINGS: tuple[Coding, ...] = get_args(Coding)
+"""All values of `Coding`."""
 BLOCK_VALUES = 64
 _WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 FP8_MAX = 448.0

@@ -288,9 +288,11 @@ class HostTier(Tier):
                     self.index.remove(key, slot)
 
     def ready_checksums(self, slots: Index) -> list[bytes]:
+        """Returns the checksums of the slots whose pages are complete."""
         return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
+        """Sets the checksums of new slots. `size` is the number of bytes per page. Raises ValueError for another length."""
         fresh = slots[~self._slots.ready[slots]].tolist()
         if len(data) != len(fresh) * size:
             raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")
@@ -298,6 +300,7 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
+        """Ends the lease of slots. `written` states which new pages are complete; the others are dropped."""
         if not len(slots):  # the lease was released before
             return
         at = np.flatnonzero(slots >= 0)

@@ -1,0 +1,80 @@
+"""Remembers parents and tokens of published blocks, so that events of tiers can contain them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvloom.core import HASH_TOKENS, TOKEN_BYTES, BlockRemoved, BlockStored
+
+__all__ = ["BlockTokens"]
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: bytes
+    is_first: bool
+    tokens: bytes
+    media: int = 0
+    """The media that have the block, as a bit mask."""
+
+
+class BlockTokens:
+    """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
+
+    A block is remembered until no medium has its pages of layer group `group`. Takes about 300 bytes per block.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._blocks: dict[bytes, _Block] = {}
+        self._bits: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def stored(self, event: BlockStored, is_first: bool) -> list[tuple[BlockStored, bool]]:
+        """Return the events to send instead of `event`, each with the information whether it starts a prompt. The
+        event of a tier is split into chains of blocks, which get their parents and tokens. Blocks whose tokens are
+        not known, such as those of a disk tier after a restart, stay without tokens."""
+        if self._group not in event.groups or event.tail_tokens:
+            return [(event, is_first)]
+        if event.tokens:
+            self._remember(event, is_first)
+        bit = self._bits.setdefault(event.medium, 1 << len(self._bits))
+        found: list[tuple[BlockStored, bool]] = []
+        for block_hash in event.hashes:
+            block = self._blocks.get(block_hash)
+            if block is not None:
+                block.media |= bit
+            if event.tokens:
+                continue
+            parent, first, tokens = (
+                (block.parent, block.is_first, block.tokens) if block else (b"", True, b"")
+            )
+            last = found[-1][0] if found else None
+            if last is not None and last.hashes[-1] == parent and tokens:
+                joined = replace(last, hashes=(*last.hashes, block_hash), tokens=last.tokens + tokens)
+                found[-1] = (joined, found[-1][1])
+            else:
+                found.append((replace(event, parent=parent, hashes=(block_hash,), tokens=tokens), first))
+        return found or [(event, is_first)]
+
+    def _remember(self, event: BlockStored, is_first: bool) -> None:
+        parent, size = event.parent, HASH_TOKENS * TOKEN_BYTES
+        for place, block_hash in enumerate(event.hashes):
+            if block_hash not in self._blocks:
+                tokens = event.tokens[place * size : (place + 1) * size]
+                self._blocks[block_hash] = _Block(parent, is_first and not place, tokens)
+            parent = block_hash
+
+    def removed(self, event: BlockRemoved) -> None:
+        """Forget the blocks that no medium has any more."""
+        if self._group not in event.groups:
+            return
+        bit = self._bits.get(event.medium, 0)
+        for block_hash in event.hashes:
+            block = self._blocks.get(block_hash)
+            if block is not None:
+                block.media &= ~bit
+                if not block.media:
+                    del self._blocks[block_hash]
