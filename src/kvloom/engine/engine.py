@@ -507,11 +507,11 @@ class Engine:
         return updated
 
     def resize_pool(self, pool_bytes: int) -> int:
-        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call this method
-        between steps.
+        """Set the target size of an elastic pool, and grow or shrink towards it. Return the current size in bytes. Call
+        this method between steps.
 
-        If pages in use delay shrinking, the following steps continue it. Afterwards the pool keeps this size.
-        Raises ValueError if the pool is not elastic.
+        This ends automatic resizing: the pool then keeps `pool_bytes` until the next call. If pages in use delay
+        shrinking, later steps continue it. Raises ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
             raise ValueError(refused("fixed pool, resize"))

@@ -179,7 +179,8 @@ class SchedulerSide:
         state.stored = stop
 
     def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
-        """Record the answers of the workers. A request whose load failed computes its whole prompt."""
+        """Record the answers of the workers. A request whose load failed loads nothing more from
+        tiers."""
         for answer in answers:
             state = self._requests.get(answer.request_id)
             lookup = None if state is None else state.lookup

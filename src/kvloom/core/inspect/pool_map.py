@@ -101,8 +101,8 @@ class PoolMap:
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list of tenants. All tenants without a number of their own get
-        the index after the last tenant."""
+        """Return the index of a tenant in the reported list `tenants`. Only the first UNSEEN tenants are listed. Every
+        other tenant gets the length of the list."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
@@ -175,8 +175,8 @@ class PoolMap:
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Count the pages of range number `chunk` by cell, owner code and state. Returns the number of pages
-        visited."""
+        """Count the pages in one range of cells (`self._chunks[chunk]`) again: by cell, owner (group and tenant) and
+        state. `pinned` has the ids of pinned pages of each size class. Returns the number of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:

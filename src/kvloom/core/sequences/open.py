@@ -139,7 +139,9 @@ def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and the partial block."""
+    """Fill the block-table row of a sequence that resumes after `resume` tokens, and retain its pages. Sets the page
+    ids (`rows`, one line per block), the first visible block of each window, and the tokens of the partial block
+    (from `data`)."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
     table.tables[:, row, :blocks] = rows.T

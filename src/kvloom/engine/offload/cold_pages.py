@@ -290,8 +290,8 @@ class ColdPages:
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
-        """Copy the pages of one column of the block table to host memory, and lease them for reading. Waits for the
-        copy. Pages that host memory already has are not copied again.
+        """Copy `pages` of one layer group to host memory, and lease them there for reading. `objects` are their keys,
+        in the same order. Waits for the copy. Pages that host memory already has are not copied again.
 
         If host memory has no space for a page, its offset in the lease is negative. If `keep` is false, the pages are
         freed when the lease ends.

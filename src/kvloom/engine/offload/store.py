@@ -56,8 +56,8 @@ class _PendingOffload:
 
 
 class PageOffloader:
-    """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page
-    passes through host memory.
+    """Offloads the pages of one cache to host memory, from where the other tiers get them. `writes` contains the write
+    policies of all tiers. A page is copied to host memory as soon as one of these policies requires it.
     """
 
     def __init__(

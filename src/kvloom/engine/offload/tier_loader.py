@@ -236,10 +236,13 @@ class TierLoader:
             self._request_chunk(job, missing, chunk, first // block * block)
 
     def _first_token(self, job: LoadJob) -> int:
-        """Return the first token to load, well before the position where loading and computing are expected to meet.
+        """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
+        computed from its start. The result is halfway from the cached prefix to the position where both are expected
+        to meet.
 
-        Return the end of the load plan if loading would save no time. If the request can wait, or if too little was
-        measured, return the end of the cached prefix. All missing pages are then loaded.
+        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan, so nothing is
+        loaded. If the request can wait or must not be stored, or if too little was measured, returns the end of the
+        cached prefix, so all missing pages are loaded.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None

@@ -83,7 +83,8 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Return whether layers with this span should read shared runs only once."""
+    """Return whether layers with this visibility should read page ranges that several sequences share (shared runs)
+    once for all of them. Returns False for windows shorter than MIN_WINDOW_TOKENS."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 

@@ -136,9 +136,9 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of rows, as parallel arrays. A piece has consecutive queries of one sequence (`row`). `query` is its
-    first query in q, and `position` the position of this query in the sequence. The piece sees `blocks` blocks from
-    `block` on."""
+    """The sequences of a call, split into pieces. Each array has one value per piece. A piece is `queries` consecutive
+    queries of the sequence `row`. `query` is the index of the first one in q, and `position` its position in the
+    sequence. The piece reads `blocks` blocks of the sequence, starting at block number `block`."""
 
     row: Ints
     query: Ints

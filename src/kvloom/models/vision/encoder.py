@@ -134,12 +134,13 @@ class Vision:
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, the output
-        of the model's processor, or a result of `read_image`. Raises ValueError if prompt and images do not match.
+        """Assign `images` to the image placeholders of a prompt, in prompt order, and return them with their
+        positions. Each image is pixels, the output of the model's processor, or a result of `read_image`. Raises
+        ValueError if prompt and images do not match.
 
-        The first image of each shape is encoded here, because only the tower determines its token count. Embeddings
-        are stored per `tenant`, so that no tenant can find out whether another tenant used an image. `read` and
-        `store` state whether tiers are used.
+        The embeddings of the first image of each shape are loaded or computed here, because they determine the token
+        count of this shape. Embeddings are stored per `tenant`, so that no tenant can find out whether another tenant
+        used an image. `read` allows loading embeddings from tiers, and `store` allows writing them to tiers.
         """
         known = self._read_images(images, tenant, read, store)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])

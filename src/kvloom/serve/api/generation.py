@@ -89,7 +89,8 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields of a request, adapted to the model."""
+        """Return the fields of a request with the changes that depend on the model, such as a grammar for tool calls.
+        This default changes nothing. The chat endpoint overrides it."""
         return fields
 
     @abstractmethod

@@ -54,7 +54,7 @@ class _RenderBudget:
             )
 
     def add(self, characters: int) -> None:
-        """Count characters of the output."""
+        """Count characters of the output. Raises RenderError if the output exceeds a limit."""
         self._characters += characters
         self.check(self._characters)
         self.step()

@@ -68,11 +68,11 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
-    """The requests of a client. A comment states the fields of each request and of its reply.
+    """The requests of a client. The comment of each request states its fields, and after `->` those of the reply.
 
-    A request with a share has the tenant's id after the keys in the payload. Its header fields `a` and `b` are the
-    limit and the guaranteed bytes of the tenant. For a tenant without a share, the id is left out, and `a` and `b`
-    are not used.
+    `share` is the tenant's share of the tier's capacity. If the tenant has one, its id follows the keys in the payload.
+    The header fields `a` and `b` are then its limit and its guaranteed part, in bytes. Otherwise the id is left out,
+    and `a` and `b` are not used.
     """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits

@@ -234,7 +234,7 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Divides the capacity between tenants. If the store counts tenants, shares apply to all its clients.
+        """Divides the capacity between tenants. If the store counts the bytes of each tenant, shares apply to all its clients.
         Otherwise shares apply to the pages that this process stores.
         """
         self._on_shares(shares)

@@ -84,8 +84,9 @@ class Store(Connection, Protocol):
         self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values, each given as pieces. Returns OK, FULL or FAILED for each value. A value that is already
-        stored is OK. A store that counts tenants applies the share of `tenant`.
+        """Stores values. Each value is a list of buffers that are stored one after another. Returns OK, FULL or FAILED
+        for each value. A value that is already stored is OK. A store that counts the bytes of each tenant applies the
+        share of `tenant`.
         """
         ...
 
