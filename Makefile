@@ -118,7 +118,7 @@ test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU, or no pytest-xdist"; fi
 
 cluster: setup ## a router, two prefill and two decode workers; conversations by KV-aware routing, then round robin
-	$(BIN)/kvloom bench routing --workers 2 --prefill 2 --tokens 400 --turns 4 --sessions 6
+	$(BIN)/kvloom bench routing --workers 2 --prefill 2 --sessions 6 --turns 6
 
 clients: setup ## run OpenAI's client, LangChain and others against a server; each is installed below .clients
 	$(BIN)/python tools/try_clients.py

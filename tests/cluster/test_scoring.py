@@ -231,3 +231,19 @@ def test_the_router_computes_the_root_hash_of_a_worker() -> None:
     for tenant, salt, lossy in (("", "", False), ("red", "", False), ("red", "s", False), ("", "s", True)):
         control = CacheControl(tenant=tenant, salt=salt, lossy=lossy)
         assert Fleet.root("m", offer, tenant, salt, lossy) == cache.root_hash(control)
+
+
+def test_a_full_pool_costs_the_pages_that_a_prompt_evicts() -> None:
+    """A prompt whose beginning is cached on a full worker goes to a worker with free pages if it would evict many pages
+    there. A long hit still wins."""
+    scorer = scorer_of("full", "empty", options=ScoringOptions(delay_weight=0.0), capacity=10_000)
+    scorer.loads["full"].cached_tokens = 9_500
+    short, long = {"full": full(400)}, {"full": full(800)}
+    for lengths, expected in ((short, "empty"), (long, "full")):
+        choice = scorer.choose(1000, lengths, ["full", "empty"], 0.0)
+        assert choice is not None
+        assert choice.worker == expected
+    scorer.loads["full"].cached_tokens = 2_000
+    choice = scorer.choose(1000, short, ["full", "empty"], 0.0)
+    assert choice is not None
+    assert choice.worker == "full", "a pool with free pages evicts nothing"

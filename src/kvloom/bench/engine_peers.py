@@ -100,8 +100,8 @@ class HuggingFace:
         return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Return how many sequences fit into memory together. Their KV cache, the prefill and the attention mask are
-        counted.
+        """Return how many sequences fit into memory together, from the sizes of their KV cache, of the prefill and of
+        the attention mask.
         """
         length = prompt + output
         cache = sum(

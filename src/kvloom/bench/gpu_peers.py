@@ -75,7 +75,8 @@ def _flash3(
 def _page_lists(
     tables: torch.Tensor, lengths: list[int], block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return block tables in FlashInfer's format: bounds, concatenated page ids, tokens in each last page."""
+    """Return block tables in FlashInfer's format, as three tensors: the bounds of each row in the list of page ids,
+    the page ids of all rows, and the number of tokens in each row's last page."""
     blocks = [-(-length // block) for length in lengths]
     bounds = torch.tensor([0, *blocks]).cumsum(0).int()
     ids = torch.cat([tables[row, :count] for row, count in enumerate(blocks)])

@@ -230,7 +230,8 @@ class _Clients:
 
     @staticmethod
     def _died(router: _Server, since: float) -> bool:
-        """Return whether a router died after `since`, or less than 30 seconds before, so that it may still be starting."""
+        """Return whether a router died after the time `since`, or less than 30 seconds before `since`. In the second
+        case, the router may still be starting."""
         return any(death > since - 30 for death in router.deaths)
 
     async def ask(self, url: str, path: str, body: dict[str, Any], stream: bool) -> str:

@@ -42,8 +42,8 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""The scenarios: what has happened before the measured prompt. It determines which measurements the engine has when the
-prompt arrives.
+"""The scenarios. A scenario states what happened before the measured prompt, and therefore which measurements the
+engine has when the prompt arrives.
 """
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
@@ -140,9 +140,9 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time
-    to compute the whole prompt, and `auto_s` is the time if the engine decides. `relative` is `auto_s` divided by
-    `computed_s`. `ideal` is the value of `relative` if computing and loading overlap perfectly."""
+    """Return one row (a dictionary) per ratio and scenario, with median times to first token in seconds. `computed_s`
+    is the time to compute the whole prompt, and `auto_s` is the time if the engine decides. `relative` is `auto_s`
+    divided by `computed_s`. `ideal` is the value of `relative` if computing and loading overlap perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -270,7 +270,8 @@ def workloads(
 ) -> list[dict[str, Any]]:
     """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios.
 
-    The measured seconds end with the last token. Later copies to host memory (`drained_s`) are reported separately."""
+    The measured seconds end with the last token. The time of later copies to host memory is reported separately, as
+    `drained_s`."""
     vocabulary = hf_config(shape).vocab_size
     options = Options(device=device, pool=pool)
     runners = {

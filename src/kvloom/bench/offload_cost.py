@@ -107,7 +107,8 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies. Return the seconds spent in the calls of `poll`, without the time between them."""
+    """Wait for pending copies. Return the seconds spent in the calls of `poll`, without the time between these
+    calls."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

@@ -108,8 +108,9 @@ def vllm_pool(
 ) -> Figures:
     """Return the figures of `vllm_life` for the full layout while `blocks` blocks are cached, without evictions.
 
-    `bytes_per_block` is the memory of the bookkeeping per block: objects, keys and table entries. It is measured by
-    tracemalloc, from before the pool exists until all its blocks are cached, in a pool of at most 50,000 blocks.
+    `bytes_per_block` is the memory of the bookkeeping per block: objects, keys and table entries. tracemalloc
+    measures this memory in a pool of at most 50,000 blocks, from before the pool exists until all its blocks are
+    cached.
     """
     draw = _drawer()
     _vllm("full", block, 0)  # vLLM's imports do not count as memory of the pool
@@ -261,8 +262,8 @@ class _Vllm:
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
         """Return the positions where vLLM's scheduler ends the prefill steps of a prompt that would fit into one step.
 
-        States are cached only at the end of a step. vLLM therefore also stops at the next block boundary after a hit,
-        and at the last block boundary and the last hash boundary of the prompt.
+        States are cached only at the end of a step. vLLM therefore also ends a step at three positions: the next
+        block boundary after a hit, the last block boundary of the prompt, and the last hash boundary of the prompt.
         """
         if not self.stateful:
             return [tokens]
@@ -438,8 +439,8 @@ def _drawer() -> Callable[[int], list[int]]:
 
 
 def _typical(times: dict[str, list[float]]) -> Figures:
-    """Return the microseconds of each phase and of their sum, without the warm-up. They are lower deciles, which
-    tolerate disturbances."""
+    """Return the microseconds of each phase and of the sum of all phases, without the warm-up. The figures are lower
+    deciles, which tolerate disturbances."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
     return {
         name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()

@@ -1,11 +1,11 @@
 """Recurrent layers of `kvloom bench kernels`: causal conv, Mamba-1, Mamba-2 and the gated delta rule at models' sizes.
 
-| row     | like                | shape                                       |
-|---------|---------------------|---------------------------------------------|
-| conv    | Qwen3-Next          | 8192 channels, 4 taps                       |
-| mamba1  | Falcon-Mamba 7B     | 8192 channels, 16 states                    |
-| mamba2  | Mamba-2 2.7B        | 80 heads of 64, 128 states                  |
-| delta   | Qwen3-Next          | 32 value heads over 16, 128 by 128          |
+| layer  | size as in      | shape                                                  |
+|--------|-----------------|--------------------------------------------------------|
+| conv   | Qwen3-Next      | 8192 channels, 4 taps                                  |
+| mamba1 | Falcon-Mamba 7B | 8192 channels, 16 states                               |
+| mamba2 | Mamba-2 2.7B    | 80 heads of 64 dims, 128 states                        |
+| delta  | Qwen3-Next      | 32 value heads over 16 key heads, states of 128 by 128 |
 
 The lower bound counts every input, output and state once, at the rate of copying. `gpu_timing` measures the time.
 """

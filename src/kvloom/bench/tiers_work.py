@@ -315,5 +315,5 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
 
 
 def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder. It is deleted at the end."""
+    """Return a context with a temporary folder in `place`. The folder is deleted at the end of the context."""
     return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -149,8 +149,8 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def select_workloads(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
-    """Return the workloads with these names. "W3" selects both of its parts. Without names, return all workloads except
-    those with `on_request`."""
+    """Return the workloads with these names. "W3" selects both of its parts. Without names, return all workloads
+    except those whose `on_request` is True."""
     known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
     for name in names or ():
         if name not in known:

@@ -78,9 +78,9 @@ class Allocator:
         """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
         missing pages, or 0 on success.
 
-        If pages are missing, usually nothing was evicted, because the allocator checks first whether eviction can
-        succeed. There is one exception. The check counts shares of tenants in bytes. If a slab has several pages, the
-        share of another tenant may therefore stop the eviction after some pages were evicted.
+        The allocator first checks whether eviction can succeed. If pages are missing, usually nothing was evicted.
+        The check counts shares of tenants in bytes. If a slab has several pages, the share of another tenant may
+        therefore stop the eviction after some pages were evicted.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -205,8 +205,8 @@ class Allocator:
         return total
 
     def reachable(self, account: Account) -> int:
-        """Return the number of bytes that are free or that `account` may evict. It may evict its own pages and
-        those of accounts above their shares.
+        """Return the number of bytes that are free or that `account` may evict. An account may evict its own pages,
+        and pages of accounts above their shares.
         """
         others = (a for a in self._accounts.accounts.values() if a is not account)
         evictable = sum(self._accounts.evictable(a, account) for a in others)
@@ -225,8 +225,8 @@ class Allocator:
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Convert `size` bytes to a number of pages, rounded up and at least 1. The pages are those of the size class
-        with the most pages in `needs`."""
+        """Convert `size` bytes to a number of pages, rounded up and at least 1. The size of a page is that of the
+        size class with the most pages in `needs`."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 

@@ -59,8 +59,8 @@ class CheckpointPolicy:
 
     A hit never contains the last token of a prompt. An identical prompt can therefore resume at a `before_last`
     checkpoint, but not at the end of the prompt. In models with states, `before_last` costs one more step, which
-    computes one token. In models with windows and no states, `before_last` also takes a checkpoint after the last full
-    block before it, because tiers store full blocks only.
+    computes one token. In models with windows and no states, `before_last` also takes a checkpoint after the last
+    full block of the prompt. Tiers then have a resumable position, because they store full blocks only.
     """
 
     prompt_end: bool = True

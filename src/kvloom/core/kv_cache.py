@@ -187,9 +187,9 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
-        cache has changed. Raises RuntimeError if `max_sequences` sequences are open. Allocates no pages, so call
-        `extend` next.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
+        has changed. Raises RuntimeError if as many sequences are open as the cache allows (`max_sequences`).
+        Allocates no pages, so call `extend` next.
         """
         state = self.state
         match = state.lookup.refreshed(match)

@@ -203,15 +203,15 @@ class Decoding:
 class Backlog:
     """The work that a worker already has when a new request arrives.
 
-    | field             | meaning                                                                 |
-    |-------------------|-------------------------------------------------------------------------|
-    | `prompts`         | prompts that are computed before the new request, in order              |
-    | `decoding`        | requests that are decoding now                                          |
-    | `behind`          | prompt tokens of later requests, which fill the last step of the prefill |
-    | `token_budget`    | largest number of tokens in a step                                      |
-    | `max_running`     | largest number of running requests                                      |
-    | `capacity`        | number of tokens that fit in the pool                                   |
-    | `step_seconds`    | remaining seconds of the step in flight                                 |
+    | field          | meaning                                                                  |
+    |----------------|--------------------------------------------------------------------------|
+    | `prompts`      | prompts that are computed before the new request, in order               |
+    | `decoding`     | requests that decode now                                                 |
+    | `behind`       | prompt tokens of later requests, which fill the last step of the prefill |
+    | `token_budget` | largest number of tokens in a step                                       |
+    | `max_running`  | largest number of running requests                                       |
+    | `capacity`     | number of tokens that fit in the pool                                    |
+    | `step_seconds` | remaining seconds of the step in flight                                  |
     """
 
     prompts: Sequence[PromptWork] = ()
@@ -371,8 +371,8 @@ class SloAdmission:
         in the last step of the new request's prefill count. A prompt that would be late even without the new request
         does not count.
 
-        `tokens` is the number of tokens of all prompts with the new request. They take `time` seconds. Returns
-        infinity if no prompt counts.
+        `tokens` is the number of tokens of all prompts with the new request. Computing them takes `time` seconds.
+        Returns infinity if no prompt counts.
         """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step

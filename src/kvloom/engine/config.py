@@ -45,7 +45,8 @@ class OffloadConfig:
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
     hand_over_seconds: float = 10.0
-    """Longest time without a new page from a prefill worker, in seconds. After it, this worker computes the rest itself."""
+    """Longest time without a new page from a prefill worker, in seconds. After this time, this worker computes the
+    rest of the prompt itself."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,8 @@ class EngineConfig:
     min_pool_bytes: int | None = None
     """Smallest size of an elastic pool in bytes. None means an eighth of its first size."""
     keep_free: int = 1 << 30
-    """Bytes of device memory that an elastic pool leaves to other processes. The pool shrinks when they need more."""
+    """Bytes of device memory that an elastic pool leaves to other processes. The pool shrinks when other processes
+    need more."""
     idle_seconds: float = 30.0
     """An elastic pool unmaps slabs without pages after this many seconds without a request."""
     memory_fraction: float = 0.9

@@ -83,7 +83,8 @@ STRONG_MATCH = 6
 match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
 """A step with drafts can sample at this many positions at least. If `max_running` requests with drafts have more
-positions, it can sample at all of them, up to `DRAFT_STEP_TOKENS`. It can always sample one token of each request.
+positions, the step can sample at all of these positions, up to `DRAFT_STEP_TOKENS`. The step can always sample one
+token of each request.
 """
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
@@ -199,7 +200,7 @@ class Engine:
         self._sessions = SessionHistory()
 
     def _proposers(self, draft: Any) -> list[Proposer]:
-        """Return the proposers of the settings, in order."""
+        """Return the proposers that the settings name, in the order in which they are tried."""
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):
@@ -506,11 +507,11 @@ class Engine:
         return updated
 
     def resize_pool(self, pool_bytes: int) -> int:
-        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call this method
-        between steps.
+        """Set the target size of an elastic pool, and grow or shrink towards it. Return the current size in bytes. Call
+        this method between steps.
 
-        If pages in use delay shrinking, the following steps continue it. Afterwards the pool keeps this size.
-        Raises ValueError if the pool is not elastic.
+        This ends automatic resizing: the pool then keeps `pool_bytes` until the next call. If pages in use delay
+        shrinking, later steps continue it. Raises ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
             raise ValueError(refused("fixed pool, resize"))
@@ -697,9 +698,9 @@ class Engine:
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Start the other samples (`n` > 1) of the requests whose prompt this step has computed.
 
-        Return the requests to sample, and the row of logits for each. The given requests come first, then their
-        samples. A sample uses the logits of its request. Samples that have no pages yet come last, and wait to be
-        recomputed.
+        Return the requests to sample, and for each request the index of its row of logits. The given requests come
+        first, then their samples. A sample uses the logits of its request. Samples for which the pool has no pages
+        come last. They get their first token in this step, then wait and are recomputed.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):

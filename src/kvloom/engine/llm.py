@@ -90,14 +90,14 @@ class Delta:
 class LLM:
     """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging Face model.
 
-    | argument                                   | meaning                                                              |
-    |--------------------------------------------|----------------------------------------------------------------------|
-    | `dtype`, `device`, `load_format`           | of the weights; `load_format` "random" creates weights from a config  |
-    | `tokenizer`, `processor`                   | replace those of the model's folder; a processor is loaded with the first image |
-    | `threads`                                  | CPU threads of torch for this process (None: the rule in execution/threads.py) |
-    | `progress`                                 | show progress bars while loading and preparing                       |
-    | `settings`                                 | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`, `tiers` …), `load`, |
-    |                                            | and `grammar_seconds`, `grammar_memory`: limits of one grammar         |
+    | argument                         | meaning                                                                                               |
+    |----------------------------------|-------------------------------------------------------------------------------------------------------|
+    | `dtype`, `device`, `load_format` | dtype, device and format of the weights; `load_format` "random" creates weights from a config         |
+    | `tokenizer`, `processor`         | replace the tokenizer and processor of the model's folder; a processor is loaded with the first image |
+    | `threads`                        | CPU threads of torch for this process (None: the rule in execution/threads.py)                        |
+    | `progress`                       | show progress bars while loading and preparing                                                        |
+    | `settings`                       | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`, `tiers` …), `load`,            |
+    |                                  | and `grammar_seconds`, `grammar_memory`: limits of one grammar                                        |
 
     Call `close` to store pages in the tiers and end the engine."""
 

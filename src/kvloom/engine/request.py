@@ -90,26 +90,47 @@ class SloState:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of tokens that grows: prompt, then output.
+    """One sequence of tokens that grows: prompt, then output. In the table, "it" is the request.
 
-    | state       | fields                                                                                            |
-    |-------------|---------------------------------------------------------------------------------------------------|
-    | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
-    | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
-    | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
-    | length      | `may_be_long`: the pool cannot hold it at its limit; `is_long`: its oldest pages are in host memory, and it publishes none |
-    | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
-    | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
-    | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
-    | images      | `images`: the prompt's images                                                                     |
-    | pooling     | `hidden_sum`: of its computed tokens, on the device; `embedding`: of the whole prompt                  |
-    | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
-    | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
-    | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
-    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
-    | hand-over   | `offers_pages`: its pages are offloaded after each chunk; `awaits_peer`: host:port of the worker that computes its prompt |
-    | SLO         | `slo`: its objective and prediction, or None; `missing_tokens`: without hits, as it was added          |
-    | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
+    | field                             | meaning                                                                   |
+    |-----------------------------------|---------------------------------------------------------------------------|
+    | `tokens`                          | prompt and output tokens that are on the host                             |
+    | `computed`                        | number of tokens that launched steps compute                              |
+    | `inflight_tokens`                 | number of sampled tokens that are not on the host yet                     |
+    | `sequence`                        | its sequence in the cache while it runs; None while it waits              |
+    | `queued_prefix`                   | the cached pages that are protected for it while it waits                 |
+    | `uncached`                        | true: it neither reads nor adds cached pages                              |
+    | `looked_in_tiers`                 | number of cached tokens at its last lookup in tiers                       |
+    | `tier_miss`                       | why tiers had no more pages of the prompt                                 |
+    | `may_be_long`                     | true: the pool is too small for it at its largest length                  |
+    | `is_long`                         | true: its oldest pages may be in host memory, and it publishes no pages   |
+    | `priority`                        | a request with a larger value runs first and is preempted last            |
+    | `order`                           | number of the request, in the order of arrival                            |
+    | `seed`                            | the given seed, or a random one                                           |
+    | `text`                            | the decoded output                                                        |
+    | `structure`                       | position of the output in its grammar                                     |
+    | `parent`, `children`              | the other samples of the same prompt                                      |
+    | `branched`                        | true: the children have started                                           |
+    | `beams`                           | the beam search of all samples                                            |
+    | `images`                          | the images of the prompt                                                  |
+    | `hidden_sum`                      | sum of the hidden states of its computed tokens, on the device            |
+    | `embedding`                       | embedding of the whole prompt                                             |
+    | `prompt_logprobs`                 | log-probabilities of the prompt tokens; None for the first token          |
+    | `cached_tokens`                   | number of cached tokens when it started for the first time                |
+    | `pool_miss`                       | where and why the hit ended, in pool and tiers                            |
+    | `other_tenant_has_more`           | true: another tenant has more cached tokens of the prompt                 |
+    | `looked_up`, `started`            | times of its match and of its first work, on the cache's clock            |
+    | `draft_tokens`, `accepted_tokens` | number of proposed and of accepted draft tokens                           |
+    | `token_index`                     | index of its tokens, for proposers without weights                        |
+    | `acceptance`                      | estimated acceptance of draft tokens, by proposer                         |
+    | `draft_missing`                   | first token that the draft model has not computed                         |
+    | `offers_pages`                    | true: its pages are offloaded after each chunk, for another worker        |
+    | `awaits_peer`                     | host:port of the worker that computes its prompt                          |
+    | `slo`                             | its objective and prediction, or None                                     |
+    | `missing_tokens`                  | number of prompt tokens to compute, estimated when it was added           |
+    | `loads`                           | finished loads: (tier, start, end, tokens), times on the monotonic clock  |
+    | `first_loads`                     | how many of `loads` ended before it started                               |
+    """
 
     order: int
     prompt: tuple[int, ...]
@@ -203,8 +224,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. It does not read the cache if the request skips the cache or must compute
-        every prompt token. It does not store if the request skips the cache or is long.
+        """The cache control for a match. Its `read` is False if the request skips the cache or must compute every
+        prompt token. Its `store` is False if the request skips the cache or is long.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -297,7 +318,8 @@ class Request:
 
     @property
     def returned_samples(self) -> list[Request]:
-        """The `n` samples to return. If there are more, those with the largest cumulative log-probability."""
+        """The samples to return (`params.n` of them). If there are more samples, those with the largest cumulative
+        log-probability are returned."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

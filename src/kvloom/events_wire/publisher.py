@@ -188,8 +188,8 @@ class WirePublisher:
             self.published += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a replay request. `frames` are the client's address, an empty frame and the first sequence number
-        that it needs. The last message of the answer has the sequence number END."""
+        """Answer a replay request. `frames` are the client's address, an empty frame, and the first sequence number
+        that the client needs. The last message of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
             log.warning(
                 "a replay request with %d frames is invalid: send an empty frame and 8 bytes of sequence number",

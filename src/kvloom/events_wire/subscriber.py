@@ -105,8 +105,8 @@ class Subscriber:
                 self._deliver(sequence, frames[2])
 
     def _is_newer(self, payload: bytes) -> bool:
-        """Return whether a batch was sent later than the last applied batch. If its sequence number is smaller
-        nevertheless, the worker has restarted."""
+        """Return whether a batch was sent later than the last applied batch. A later batch with a smaller sequence
+        number means that the worker has restarted."""
         try:
             return self._decoder.decode(payload).ts > self._last_at
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -18,8 +18,8 @@ class TierBlocks:
 
     A block counts as stored in `medium` when the tier has its pages in all forms of a layer group. `take` returns the
     changes of pages since its last call. `forms` are the fingerprints of the forms, by layer group. Pages of other
-    forms are ignored. A page of one of `state_groups` is a state at the end of its block, so its event contains only
-    the hash of the last unit.
+    forms are ignored. A page of a group in `state_groups` is a state at the end of its block. Its event contains only
+    the hash of the block's last unit.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class TierBlocks:
         return events + self._event(*kind, hashes)
 
     def _apply(self, is_stored: bool, block_hash: bytes, group: int, bit: int) -> bool:
-        """Record a change of one page. Return whether the change completes its block, or makes a complete block
-        incomplete."""
+        """Record that one page of a block was stored or removed. Return whether this change completes the block, or
+        makes a complete block incomplete."""
         stored, whole = self._stored[group], self._whole[group]
         before = stored.get(block_hash, 0)
         after = before | bit if is_stored else before & ~bit
@@ -68,8 +68,8 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Update the counts of units after a block became complete or incomplete. Return the units that the tier now
-        has for the first time, or no longer has."""
+        """Update the counts of units after a block became complete or incomplete. A unit is HASH_TOKENS tokens of a
+        block. Return the hashes of the units that the tier now has for the first time, or no longer has."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

@@ -183,7 +183,7 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
     """Return how many bytes of `memory` requests can certainly use.
 
-    These are all whole slabs, minus one slab per group with several pages per slab, because the last slab of such a
+    These are all whole slabs, minus one slab for each group that has several pages per slab. The last slab of such a
     group may be partly empty.
     """
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)

@@ -19,7 +19,7 @@ from .recording import Recorder
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
 from .sizing import Sizing, size_cache
 from .traces import read_traces
-from .traffic import Request, Traffic
+from .traffic import Request, Traffic, number_blocks
 
 __all__ = [
     "NAMES",
@@ -33,6 +33,7 @@ __all__ = [
     "TierUse",
     "Traffic",
     "estimate",
+    "number_blocks",
     "read_traces",
     "replay",
     "size_cache",

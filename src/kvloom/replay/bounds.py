@@ -36,7 +36,7 @@ def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
     blocks. Also return the number of evicted blocks.
 
     If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the same
-    next use are evicted together, deepest first, so the cost is O(log n) per run of such blocks.
+    next use are evicted together, deepest first. The cost is O(log n) for each such group of blocks.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)

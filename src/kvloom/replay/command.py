@@ -305,7 +305,7 @@ def _fleet_table(found: Sequence[FleetOutcome], has_objective: bool = False) -> 
 
 
 def _bytes_per_token(args: Namespace, traffic: Traffic) -> int:
-    """Return the bytes per token. They come from --model, else from the recording, else from an 8B Llama 3."""
+    """Return the KV bytes per token: those of --model, else those of the recording, else those of an 8B Llama 3."""
     model = args.model or (traffic.model if args.kv_dtype or traffic.bytes_per_token is None else "")
     if not model:
         return traffic.bytes_per_token or DEFAULT_BYTES

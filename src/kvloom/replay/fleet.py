@@ -234,8 +234,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """The next time at which this worker has something to do: the end of the step in progress or, if requests wait
-        to be scheduled, its present time. None without work.
+        """The next time at which this worker has work: the end of the step in progress. If no step is in progress,
+        but the worker has requests, it is the worker's present time. None without requests.
         """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
@@ -381,7 +381,7 @@ class _Worker:
 
     def _preempt_for(self, job: _Job) -> None:
         """Preempt the youngest running requests, one after another, until the pool has pages for the next token of
-        `job`. If it never has enough, `job` itself is preempted last.
+        `job`. If the pool still lacks pages, `job` itself is preempted last.
         """
         while self.running:
             youngest = self.running.pop()
@@ -407,7 +407,8 @@ class _Worker:
             job.sequence = None
 
     def _schedule(self, job: _Job, budget: int) -> int:
-        """Add the next prompt tokens of a job to the step. Returns their number, which is 0 if the pool lacks pages."""
+        """Add the next prompt tokens of a job to the step. Returns the number of added tokens, which is 0 if the pool
+        lacks pages."""
         tokens = min(budget, job.request.prompt_tokens - job.computed)
         end = job.computed + tokens
         whole = end if end == job.request.prompt_tokens else end // self.block_tokens * self.block_tokens
@@ -467,14 +468,16 @@ class _Router:
         self.index, self.scorer = FleetIndex(), Scorer(options)
         self._speed = SpeedModel()
         self._turn = 0
+        self.block_tokens = 16
         self.names: list[str] = []
         self.prefill: list[str] = []
         self.stored = self.removed = self.choices = 0
         self.choice_seconds = self.event_seconds = 0.0
 
-    def add(self, name: str, capacity: int, is_prefill: bool = False) -> None:
+    def add(self, name: str, capacity: int, is_prefill: bool = False, block_tokens: int = 16) -> None:
         (self.prefill if is_prefill else self.names).append(name)
         self.index.add(name)
+        self.block_tokens = block_tokens
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
@@ -523,6 +526,7 @@ class _Router:
         if self.route == "kv":
             began = time.process_time()
             self.index.apply(worker, batch)
+            self.scorer.loads[worker].cached_tokens = self.index.counts(worker)[GPU] * self.block_tokens
             self.event_seconds += time.process_time() - began
 
     def first_token(self, worker: str, job: _Job, now: float) -> None:
@@ -694,7 +698,7 @@ def replay_fleet(
         )
         worker = _Worker(f"w{number}", blocks, block, longest, role, router)
         worker.link_tokens, worker.is_measured = link_tokens, admission == "slo"
-        router.add(worker.name, blocks * block, number < prefill)
+        router.add(worker.name, blocks * block, number < prefill, block)
         members.append(worker)
     fleet = _Fleet(members, router, block // HASH_TOKENS)
     root = members[0].cache.root_hash(CacheControl())

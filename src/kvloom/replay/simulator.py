@@ -218,8 +218,8 @@ class _Cache:
         ending: str | None,
         step: float,
     ) -> None:
-        """Serve one request `step` seconds after the last one. `buffer` has the tokens of its `blocks` blocks, of which
-        the first `asked` are looked up.
+        """Serve one request `step` seconds after the last one. `buffer` has the tokens of the request's `blocks`
+        blocks. The first `asked` of these blocks are looked up.
         """
         self.clock.advance(step)
         cache, most = self.cache, self.blocks

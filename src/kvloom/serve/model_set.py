@@ -132,7 +132,8 @@ class ModelSet:
                 self.broker.release()
 
     def _engines(self) -> dict[str, EngineClient]:
-        """Return the engines of all models that did not fail to load. Each has a pool or will have one."""
+        """Return the engines of all models that did not fail to load. Each of these engines has a pool or will have
+        one."""
         models = self._context.models
         return {name: served.engine for name, served in models.items() if not served.error}
 

@@ -67,8 +67,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object, and
-        as last element the total number of units."""
+        """Returns the units of all objects as one batch. Also returns an array with the index of each object's first
+        unit, followed by the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -176,8 +176,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object. It is OK if all units of the object are OK. Otherwise it is the
-        outcome of a unit that is not OK."""
+        """Returns the outcome of each object. The outcome is OK if all units of the object are OK. Otherwise it is
+        the outcome of one unit that is not OK."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod

@@ -12,8 +12,8 @@ __all__ = ["EngineVersion"]
 
 @dataclass(frozen=True)
 class EngineVersion:
-    """The version `tested` of an engine. `packages` are the distributions that contain it. Only as many numbers are
-    compared as `tested` has: "0.32" covers 0.32.1.
+    """The version of an engine with which an adapter is tested. `packages` are the distributions that contain the
+    engine. Only as many numbers are compared as `tested` has: "0.32" covers 0.32.1.
     """
 
     engine: str
@@ -22,8 +22,8 @@ class EngineVersion:
     tested: str
 
     def check(self) -> None:
-        """Log a warning if the installed engine is newer than the tested version. Raises ImportError if it is missing
-        or older.
+        """Log a warning if the installed engine is newer than the tested version. Raises ImportError if the engine is
+        missing or older.
         """
         wanted = f"{self.packages[0]}=={self.tested}"
         if len(_numbers(self.tested)) < 3:

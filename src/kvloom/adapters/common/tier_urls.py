@@ -16,7 +16,8 @@ STAGING_BYTES = 1 << 30
 
 
 def tier_list(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return the setting `tiers`. Raises ValueError if it is not a list of URLs. `where` names the settings."""
+    """Return the setting `tiers`. Raises ValueError if the setting is not a list of URLs. `where` is the name of the
+    settings in the error message."""
     tiers = settings.get("tiers")
     if not isinstance(tiers, list | tuple) or not tiers or not all(isinstance(url, str) for url in tiers):
         raise ValueError(
@@ -35,12 +36,12 @@ def number(settings: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def of_rank(urls: Sequence[str], rank: int) -> list[str]:
-    """Return the URLs of one process. `{rank}` in a URL is replaced by its rank."""
+    """Return the tier URLs of the process with this rank. The rank replaces `{rank}` in a URL."""
     return [url.replace("{rank}", str(rank)) for url in urls]
 
 
 def host_url(urls: Sequence[str]) -> HostURL:
-    """Return the configured host tier, or one of STAGING_BYTES."""
+    """Return the configured host tier. If none is configured, return a host tier of STAGING_BYTES bytes."""
     for url in urls:
         if scheme_of(url) == "host":
             return HostURL.parse(split_write_policy(url)[0])
@@ -48,7 +49,7 @@ def host_url(urls: Sequence[str]) -> HostURL:
 
 
 def check_tier_urls(urls: Sequence[str], engine: str, world_size: int) -> None:
-    """Raises ValueError for a URL that cannot be used below `engine`, which runs `world_size` processes. Opens no
+    """Raises ValueError for a tier URL that cannot be used with `engine`, which runs `world_size` processes. Opens no
     tier.
     """
     check_tiers(of_rank(urls, 0))

@@ -35,7 +35,7 @@ BATCH_PART = 4
 
 @dataclass
 class PageCounts:
-    """Pages since the start."""
+    """Numbers of pages since the start of the process."""
 
     stored: int = 0
     skipped: int = 0
@@ -62,7 +62,8 @@ class WaitingPages:
         return lookup.found
 
     def load(self, objects: Objects, copy: Copy) -> Mask:
-        """Load objects and call `copy` for those that are in host memory. Returns which objects were copied."""
+        """Load objects into host memory, and call `copy` for the objects that host memory then has. Returns, for each
+        object, whether it was copied."""
         deadline = time.monotonic() + self._seconds
         copied = np.zeros(len(objects), bool)
         for first, batch in self._split(objects):
@@ -81,8 +82,8 @@ class WaitingPages:
         return copied
 
     def store(self, objects: Objects, copy: Copy) -> Mask:
-        """Call `copy` for objects that are not in host memory, and queue writes to the other tiers. Returns which
-        objects are in host memory. Waits a limited time if the other tiers are slower than the caller.
+        """Call `copy` for objects that are not in host memory, and queue writes to the other tiers. Returns, for each
+        object, whether host memory has it. Waits a limited time if the other tiers are slower than the caller.
         """
         deadline = time.monotonic() + self._seconds
         stored, fresh_pages = np.zeros(len(objects), bool), 0
@@ -112,11 +113,12 @@ class WaitingPages:
         self.tiers.manager.fault_log.add(name, verb, "failed", pages, reason, time.monotonic())
 
     def close(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close them."""
+        """Write pending pages to the tiers, in bounded time, and close the tiers."""
         self.tiers.close()
 
     def _split(self, objects: Objects) -> Iterator[tuple[int, Objects]]:
-        """Yield batches that fit into a part of host memory, and the index of their first object."""
+        """Split objects into batches that fit into a part of host memory. Yield each batch with the index of its
+        first object."""
         each = max(1, self.tiers.host.capacity // BATCH_PART // objects.form.page_bytes)
         if len(objects) <= each:
             yield 0, objects
@@ -133,8 +135,8 @@ class WaitingPages:
         self._wait(lambda: fetch.done)
 
     def _is_behind(self, size: int) -> bool:
-        """Return whether host memory could evict pages that a working tier has not written yet, after `size` more
-        bytes.
+        """Return whether storing `size` more bytes could evict pages from host memory that a working tier has not
+        written yet.
         """
         limit = self.tiers.host.capacity * 3 // 4 - size
         return any(
@@ -148,6 +150,7 @@ class WaitingPages:
                 self.tiers.manager.write_to_tiers(objects, used)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`. Several threads may wait, so each of them also looks again after POLL_SECONDS."""
+        """Wait until `is_done()` returns True. Several threads may wait, so each of them also calls `is_done` every
+        POLL_SECONDS."""
         while not is_done():
             self.tiers.manager.wait(POLL_SECONDS)

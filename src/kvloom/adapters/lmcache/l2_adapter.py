@@ -79,7 +79,7 @@ class _Tasks:
                 self.event.notify()
 
     def take(self, task: L2TaskId) -> Any:
-        """Return the result of a task once. Returns None before it is complete."""
+        """Return the result of a task and forget it. Returns None before the task is complete."""
         with self._lock:
             return self.results.pop(task, None)
 
@@ -137,7 +137,7 @@ class KvloomL2Adapter(L2AdapterInterface):
         return self._stores.take_all()
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        """Store objects. Succeeds if all of them are in host memory afterwards."""
+        """Store objects. The task succeeds if all objects are in host memory afterwards."""
         data, complete, stored = _contents(keys, objects), True, list[int]()
         for size, at in _by_size(data).items():
             batch = as_objects([keys[i] for i in at], size, self._settings.namespace)
@@ -172,7 +172,8 @@ class KvloomL2Adapter(L2AdapterInterface):
         """Has no effect, because lookups lock nothing."""
 
     def _lookup(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """Look up objects of the sizes that LMCache's layouts have, or that were stored before."""
+        """Look up objects. The size of an object comes from LMCache's layouts, or is a size that was stored
+        before."""
         by_size: dict[int, list[int]] = defaultdict(list)
         for group, size in {(_group(key), _layout_bytes(layouts, key)) for key in keys}:
             if size:
@@ -259,7 +260,8 @@ class KvloomL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Finish running tasks, write pending objects to the tiers, and close them. A second call has no effect."""
+        """Finish running tasks, write pending objects to the tiers, and close the tiers. A second call has no
+        effect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -284,7 +286,7 @@ def _group(key: ObjectKey) -> Group:
 
 
 def _layout_bytes(layouts: dict[int, MemoryLayoutDesc], key: ObjectKey) -> int:
-    """Return the size of an object by LMCache's layout of its group, or 0."""
+    """Return the size of an object in bytes, from LMCache's layout of its group. Return 0 if there is no layout."""
     layout = layouts.get(key.object_group_id)
     if layout is None:
         return 0

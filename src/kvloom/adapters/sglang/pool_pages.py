@@ -69,7 +69,8 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return for each size of parts: offsets in the pool's memory, offsets in the arena, the memory, the size."""
+        """Return the copies of pages, grouped by the size of their parts. A group has the offsets in the pool's
+        memory, the offsets in the arena, the pool's memory, and the size."""
         if not len(pages):
             return []
         slots = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages)].reshape(-1)
@@ -87,7 +88,7 @@ class PoolPages:
         return copies
 
     def _first_slots(self, indices: torch.Tensor, pages: Offsets, at: Offsets) -> list[tuple[int, int]]:
-        """Return the first token slot and the offset in the arena of each page."""
+        """Return, for each page, its first token slot and its offset in the arena."""
         first = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages), 0]
         return list(zip(first.tolist(), at.tolist(), strict=True))
 

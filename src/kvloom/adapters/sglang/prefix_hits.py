@@ -13,15 +13,16 @@ Mask = npt.NDArray[np.bool_]
 
 
 def leading_pages(stored: Mask) -> int:
-    """Return the number of stored pages before the first missing one."""
+    """Return the number of stored pages before the first missing page."""
     return int(np.argmin(stored)) if not stored.all() else len(stored)
 
 
 def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
-    """Return for each length 1, 2, … `kv_pages` whether every pool can restore it, and the longest length of each pool.
+    """Return two results: whether every pool can restore a prefix of 1, 2, … `kv_pages` pages, and the longest prefix
+    that each pool can restore.
 
-    A pool is a mask of its stored pages, and the number of pages that it needs before the end of the prefix. None
-    means that it needs all pages of the prefix.
+    A pool is given as a mask of its stored pages, and the number of last pages of a prefix that the pool needs. None
+    means that the pool needs all pages of the prefix.
     """
     restorable, longest = np.ones(kv_pages, bool), []
     for stored, trailing in pools:

@@ -28,8 +28,8 @@ class Settings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], world_size: int = 1, is_replicated: bool = False) -> Settings:
-        """Return the settings of an extra config. `world_size` processes use them. If pages are replicated, only the
-        first process of a tensor-parallel group writes them, and all of them read. Opens no tier.
+        """Return the settings of an extra config, which `world_size` processes use. If pages are replicated, only the
+        first process of a tensor-parallel group writes pages, and all processes read them. Opens no tier.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(extra) - {*known, *SGLANG_FIELDS}):

@@ -106,7 +106,7 @@ class KvloomStorage(HiCacheStorage):
 
     @property
     def _rank(self) -> int:
-        """The number of this process among those that share one configuration."""
+        """The number of this process among the processes that share one configuration."""
         c = self._config
         return int(
             ((c.dp_rank * c.pp_size + c.pp_rank) * c.attn_cp_size + c.attn_cp_rank) * c.tp_size + c.tp_rank
@@ -131,7 +131,7 @@ class KvloomStorage(HiCacheStorage):
         return self._values is not None and bool(self._lookup([self._values], [key])[0].all())
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return the number of stored pages before the first missing one."""
+        """Return the number of stored pages before the first missing page."""
         return leading_pages(self._stored([KV], keys)[0])
 
     def batch_exists_v2(
@@ -271,7 +271,7 @@ class KvloomStorage(HiCacheStorage):
         return self._guarded("write", len(keys), False, call)
 
     def _flat_pages(self, keys: list[str], tensors: Any | None) -> list[npt.NDArray[np.uint8]]:
-        """Return the bytes of tensors. Raises ValueError unless there is one of the size of a page for each key."""
+        """Return the bytes of tensors. Raises ValueError unless each key has one tensor with the size of a page."""
         found = [as_bytes(tensor) for tensor in tensors or []]
         size = self._value_form.page_bytes
         if len(found) != len(keys) or any(len(page) != size for page in found):
@@ -283,8 +283,8 @@ class KvloomStorage(HiCacheStorage):
     def clear(self) -> bool:
         """Make all stored pages misses for this process. Tiers evict them later.
 
-        If workers share replicated pages, they cannot agree on new keys. Then nothing is stored or loaded until SGLang
-        starts again.
+        Workers that share replicated pages cannot agree on new keys. In this case, nothing is stored or loaded until
+        SGLang starts again.
         """
         if self._config.is_mla_model and self._config.tp_size > 1:
             self._is_cleared = True
@@ -306,7 +306,7 @@ class KvloomStorage(HiCacheStorage):
         return self._opened
 
     def close(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close them."""
+        """Write pending pages to the tiers, in bounded time, and close the tiers."""
         if self._opened is not None:
             self._opened.close()
 
@@ -330,7 +330,8 @@ class KvloomStorage(HiCacheStorage):
         )
 
     def _stored(self, pools: list[str], keys: list[str]) -> list[npt.NDArray[np.bool_]]:
-        """Return for each pool which pages are stored. A pool without bytes has every page, an unknown pool none."""
+        """Return, for each pool, which pages are stored. A pool without bytes counts as having every page, and an
+        unknown pool as having none."""
         known = [self._pools.get(name) for name in pools]
         masks = [np.full(len(keys), pool is not None and pool.form is None) for pool in known]
         at = [i for i, pool in enumerate(known) if pool is not None and pool.form is not None]

@@ -253,7 +253,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return args, kwargs
 
     def _after_forward(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
-        """Record the tokens of a forward."""
+        """Record the tokens that a forward with this cache has computed."""
         step = self._step
         if kwargs.get(self._argument) is not self or step is None:
             return
@@ -290,7 +290,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._load_states()
 
     def _compute(self, tokens: torch.Tensor) -> None:
-        """Run the model with tokens whose logits are not needed."""
+        """Run the model with `tokens` to fill their pages. The logits are not used."""
         size = tokens.shape[1] if self._layers_read.continues_states else 1
         if self.get_seq_length() == 0:
             size = tokens.shape[1]
@@ -382,8 +382,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of K and V entries that `update` returns for a layer, and the position of the first of
-        them.
+        """Return the number of tokens whose K and V `update` returns for a layer, and the position of the first of
+        these tokens.
         """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))
@@ -469,19 +469,19 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._states_are_stale = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row (open sequence) `repeats` times. Copies share their pages."""
         self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep the rows (open sequences) with the indices `indices`, and close the others."""
         self.reorder_cache(torch.arange(len(self._sequences))[indices.cpu()])
 
     def reset(self) -> None:
-        """Close the open rows. Cached pages stay cached."""
+        """Close the open sequences. Their published pages stay cached."""
         self._close_rows()
 
     def activate_past_recording(self) -> None:
-        """Do nothing: pages and checkpoints contain the past."""
+        """Do nothing, because pages and checkpoints already contain the past tokens."""
 
     @property
     def is_initialized(self) -> bool:

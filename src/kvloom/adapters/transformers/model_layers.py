@@ -75,8 +75,8 @@ def cache_argument(model: Any) -> str:
 
 
 def read_layers(model: Any) -> ModelLayers:
-    """Run the model with a few tokens and return what its layers stored. Raises ValueError for a model that
-    `Cache` does not support.
+    """Return the layer specs of a model. To find them, this function runs the model with a few tokens and inspects
+    the cache that the model filled. Raises ValueError if `Cache` does not support the model.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -104,7 +104,7 @@ def read_layers(model: Any) -> ModelLayers:
 
 @torch.no_grad()
 def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.Tensor:
-    """Return the logits of `tokens`."""
+    """Run the model on `tokens` from position `start` on, with `cache`. Return the logits of all tokens."""
     logits: torch.Tensor = model(**forward_arguments(model, tokens, cache, start, all_logits=True)).logits
     return logits.float()
 

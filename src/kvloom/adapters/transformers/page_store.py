@@ -68,7 +68,8 @@ class PageStore:
         return opened
 
     def _loaded_match(self, prompt: list[int], control: CacheControl) -> Match:
-        """Load the missing pages of a prompt from tiers, wait for them, and return the match of the prompt."""
+        """Load the missing pages of a prompt from tiers and wait for them. Then look up the prompt in the pool and
+        return the match."""
         match = self.kv.match(prompt, control)
         if self.offload is None:
             return match
@@ -128,7 +129,7 @@ class PageStore:
             self.offload.poll()
 
     def close(self) -> None:
-        """Store queued pages in the tiers and close them."""
+        """Store queued pages in the tiers, and close the tiers."""
         if self.offload is not None:
             self.apply_copies()
             self.offload.close()

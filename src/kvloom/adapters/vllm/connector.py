@@ -125,7 +125,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the events of host memory and disk."""
+        """Return the block events of host memory and disk tiers since the last call."""
         return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool | None:
@@ -180,7 +180,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return step
 
     def shutdown(self) -> None:
-        """Write pending pages to the tiers and close them."""
+        """Write pending pages to the tiers, and close the tiers."""
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()

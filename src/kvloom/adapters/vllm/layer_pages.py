@@ -184,8 +184,8 @@ def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
 def _form(
     group: BlockGroup, layers: Sequence[_Layer], kv_caches: Mapping[str, torch.Tensor], shard: str
 ) -> Form:
-    """Return the form of a group's pages. Two workers have the same form only if every byte of a page has the same
-    place.
+    """Return the form of a group's pages. Two workers have the same form only if every byte of a page is at the same
+    offset on both.
     """
     sizes = {layer.bytes for layer in layers}
     total = sum(layer.bytes for layer in layers)

@@ -73,8 +73,8 @@ class SchedulerSide:
         self._numbers = 0
 
     def add(self, request: Request) -> None:
-        """Start to follow a request. A request with prompt embeddings is ignored, because it has no tokens to hash. So
-        is a request whose adapter cannot be identified.
+        """Start to follow a request. A request with prompt embeddings is ignored, because it has no tokens to hash. A
+        request whose adapter cannot be identified is also ignored.
         """
         if request.prompt_embeds is not None:
             return
@@ -115,8 +115,8 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Let the workers load the last `external` tokens of the offered prefix into the blocks that vLLM has
-        allocated. When the load has ended, vLLM calls this method again with `external` 0.
+        """Let the workers load pages into the blocks that vLLM has allocated: those of the last `external` tokens of
+        the prefix that `match` returned. When the load has ended, vLLM calls this method again with `external` 0.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
@@ -179,7 +179,8 @@ class SchedulerSide:
         state.stored = stop
 
     def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
-        """Record the answers of the workers. A request whose load failed computes its whole prompt."""
+        """Record the answers of the workers. A request whose load failed loads nothing more from
+        tiers."""
         for answer in answers:
             state = self._requests.get(answer.request_id)
             lookup = None if state is None else state.lookup

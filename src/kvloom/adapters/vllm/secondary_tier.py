@@ -150,7 +150,7 @@ class KvloomTier(SecondaryTierManager):
                 raise TimeoutError(f"{self._open_jobs} jobs did not end within {DRAIN_SECONDS:g} seconds")
 
     def shutdown(self) -> None:
-        """Write pending pages to the tiers and close them."""
+        """Write pending pages to the tiers, and close the tiers."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join(30)

@@ -114,7 +114,7 @@ class WorkerSide:
         self._compute.begin()
 
     def end_step(self, step: Step) -> None:
-        """Store the blocks of a step, after the model has computed it."""
+        """Store the blocks that a step lists, after the model has computed the step."""
         self._compute.end(step.tokens)
         for store in step.stores:
             self._store(store)
@@ -124,7 +124,7 @@ class WorkerSide:
             self._poll()
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return requests whose loads ended, and those of them whose loads failed."""
+        """Return two sets: the requests whose loads have ended, and the requests among them whose loads failed."""
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return finished, failed
@@ -207,7 +207,7 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Start to load the pages of the longest prefix that tiers have. Returns False if there is none, or if
+        """Start to load the pages of the longest prefix that tiers have. Returns False if tiers have no prefix, or if
         recomputing is faster.
         """
         start = job.message.start
@@ -263,7 +263,7 @@ class WorkerSide:
         return slow
 
     def _lease(self, job: _LookupJob) -> bool:
-        """Lease the loaded pages of a job. If a page is missing, record which ones, release all leases and return
+        """Lease the loaded pages of a job. If pages are missing, record which pages, release all leases and return
         False.
         """
         complete = True

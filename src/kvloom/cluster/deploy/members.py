@@ -38,7 +38,8 @@ class Members:
         return {url: about for url, (_, about) in self._seen.items() if about["command"] == command}
 
     def digests(self, new: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the digest of each deployed group, by name. If `new` is given, store it first."""
+        """Return the digest of each deployed group, by name. If `new` is given, first replace the stored digests by
+        `new`."""
         if new is not None:
             self._digests = new
         return self._digests

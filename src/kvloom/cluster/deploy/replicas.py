@@ -31,8 +31,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns the number of replicas at which each has about `target_requests` open
-    requests, but at least the configured minimum.
+    """A scaling policy of Ray Serve. Returns the number of replicas at which each replica has about as many open
+    requests as the setting `target-requests`. The result is at least the configured minimum.
     """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
@@ -87,8 +87,8 @@ class Replica:
         threading.Thread(target=self._announce, daemon=True).start()
 
     def _peers(self) -> list[str]:
-        """Return the addresses at which prefill workers share their pages. Waits up to PEER_SECONDS until there are
-        any."""
+        """Return the addresses at which prefill workers share their pages. Waits up to PEER_SECONDS until there is an
+        address."""
         import ray
 
         end = time.monotonic() + PEER_SECONDS

@@ -46,8 +46,8 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Number of characters that the present worker has sent, by choice and text. After a failover it first repeats
-        known text.
+        """Number of characters that the present worker has sent, by choice and text. After a failover, the new worker
+        first repeats text that the client has.
         """
         self._is_continued = False
         self._finished: set[int] = set()
@@ -61,8 +61,8 @@ class AnswerStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer (choice 0) so far. After a failover, the longer of two lists: the tokens of the
-        present worker, and those from before the failover.
+        """Token ids of the first answer (choice 0) so far. After a failover, this is the longer of two lists: the
+        tokens from the present worker, and the tokens from before the failover.
         """
         return max(self._tokens, self._known, key=len)
 

@@ -84,8 +84,8 @@ class RouterApplication:
         self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """On a loopback router, refuse foreign host names, so that no web page can use the router through a
-        browser."""
+        """On a router that is not public, refuse requests whose header Host or Origin has no loopback name. Otherwise
+        a web page could use the router through a browser on this machine."""
         if self._is_public:
             return
         for name in (
@@ -170,7 +170,8 @@ class RouterApplication:
         ]
 
     async def _register(self, body: dict[str, Any], send: Send) -> None:
-        """Add a worker (`url`), or an instance that is only followed (`endpoint`, as in RFC 1403)."""
+        """Add a worker, if `body` has the field `url`. Otherwise add an instance whose events at `endpoint` are
+        followed, but which gets no requests (as in RFC 1403)."""
         url, endpoint = body.get("url"), body.get("endpoint")
         name = str(body.get("instance_id") or url or endpoint or "")
         if not name or not (isinstance(url, str) or isinstance(endpoint, str)):

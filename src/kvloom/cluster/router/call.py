@@ -67,8 +67,8 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """The tenant and name of the client's session, or None. The name is `session_id`, the header x-session-id, or
-        `user`.
+        """The tenant and name of the client's session, or None. The name is the field `session_id`, else the header
+        x-session-id, else the field `user`.
         """
         for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
             if isinstance(found, str) and found:

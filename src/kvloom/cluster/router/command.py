@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from kvloom.arguments import number, server, size, whole
 from kvloom.config_file import add_config_argument
@@ -19,11 +20,41 @@ __all__ = ["arguments", "run"]
 ADMIN_KEY = "KVLOOM_ROUTER_KEY"
 
 
+class WorkerAddress(NamedTuple):
+    """A worker's URL, and the ZMQ addresses of its events. The addresses are None if the worker reports them itself."""
+
+    url: str
+    events: str | None = None
+    replay: str | None = None
+
+
+def worker_address(text: str) -> WorkerAddress:
+    """An argparse type for a worker: its URL, for workers other than kvloom's with `?events=ADDRESS&replay=ADDRESS`."""
+    address, _, query = text.partition("?")
+    url = server(address)
+    try:
+        found = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{query!r} of {text!r} must have the form events=ADDRESS") from None
+    events, replay = found.pop("events", None), found.pop("replay", None)
+    if found:
+        name = next(iter(found))
+        raise argparse.ArgumentTypeError(f"{name!r} of {text!r} is unknown; known: events, replay")
+    for one in (events, replay):
+        if one is not None and not one.startswith(("tcp://", "ipc://")):
+            raise argparse.ArgumentTypeError(
+                f"{one!r} of {text!r} is not a ZMQ address; use one like tcp://127.0.0.1:5557"
+            )
+    if replay is not None and events is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has replay without events; give both")
+    return WorkerAddress(url, events, replay)
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser)
     add = parser.add_argument
-    worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; repeatable; workers can also be added with /register"
-    add("--worker", action="append", default=[], type=server, metavar="URL", help=worker)
+    worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; for vLLM with ?events=ADDRESS&replay=ADDRESS, its ZMQ sockets; repeatable; workers can also be added with /register"
+    add("--worker", action="append", default=[], type=worker_address, metavar="URL", help=worker)
     found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; resolved again regularly; repeatable"
     add("--discover", action="append", default=[], type=server, metavar="URL", help=found)
     worker_key = "API key with which the router checks workers that require keys; clients send their own keys (default: $KVLOOM_WORKER_KEY)"
@@ -151,7 +182,7 @@ async def _serve(
     import uvicorn
 
     from .application import RouterApplication
-    from .fleet import Fleet
+    from .fleet import Fleet, Offer
     from .prompt_keys import PromptReader
     from .proxy import Proxy
     from .replication import ReplicationOptions
@@ -163,8 +194,8 @@ async def _serve(
         fleet = Fleet(session, scoring, args.worker_key)
         reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize)
         proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
-        for url in args.worker:
-            fleet.add(url)
+        for worker in args.worker:
+            fleet.add(worker.url).publishes = Offer(events=worker.events, replay=worker.replay)
         for url in args.discover:
             fleet.discover(url)
         config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)

@@ -20,7 +20,8 @@ MAX_IMAGES = 100_000
 
 
 def image_hashes(body: dict[str, Any], tenant: str) -> list[bytes]:
-    """Return a hash for each image of a chat, of the tenant and the image's URL. O(bytes of the URLs)."""
+    """Return one hash for each image of a chat. The hash covers the tenant and the image's URL. O(bytes of the
+    URLs)."""
     salt = blake2b(tenant.encode(errors="replace"), digest_size=16).digest()
     return [
         blake2b(salt + url.encode(errors="replace"), digest_size=16).digest() for url in _image_urls(body)
@@ -47,8 +48,9 @@ class EncoderChooser:
         """Images of calls that have no first token yet, by encode worker."""
 
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
-        """Return the encode worker for the images of one call: the one that has most of them, then the one with the
-        fewest open images. Return None if `names` is empty. Counts the images as open until `ended`.
+        """Return the encode worker for the images of one call: the worker that probably has most of these images.
+        Among equal workers, return the one with the fewest open images. Return None if `names` is empty. Counts the
+        images as open until `ended`.
         """
         if not images or not names:
             return None

@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
-from kvloom.events_wire import EventBatch, Subscriber
+from kvloom.events_wire import GPU, EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
@@ -106,6 +106,9 @@ class Worker:
     """Models whose images this worker encodes. An encode worker answers no requests, so its `models` are empty."""
     given: dict[str, Offer] = field(default_factory=dict)
     """Models and event addresses that were stated when the worker was registered."""
+    publishes: Offer = field(default_factory=Offer)
+    """Event addresses of models that no registration states. Adapters have no events of their own. A kvloom worker
+    reports its addresses itself."""
     failed_checks: int = 0
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
@@ -127,8 +130,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
-    that chooses among these workers."""
+    """The data of the router about one model: the index of cached blocks on all workers that serve the model, and the
+    scorer that chooses among these workers."""
 
     name: str
     index: FleetIndex
@@ -224,7 +227,7 @@ class Fleet:
 
     def candidates(self, model: str) -> list[str]:
         """Return the names of living workers that answer requests for a model. Prefill workers are included only if
-        there are no others."""
+        all living workers of the model are prefill workers."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
@@ -296,7 +299,10 @@ class Fleet:
             f"{worker.url}/v1/models", timeout=timeout, headers=self._headers
         ) as answer:
             found = msgspec.json.decode(await answer.read())
-        return {one["id"]: worker.given.get(one["id"], Offer()) for one in found["data"]}
+        return {
+            one["id"]: worker.given.get(one["id"]) or (Offer() if one.get("parent") else worker.publishes)
+            for one in found["data"]
+        }
 
     def failed(self, worker: Worker, why: str) -> None:
         """Mark a worker dead after a failed request, until a check succeeds."""
@@ -331,6 +337,9 @@ class Fleet:
 
             def apply(batch: EventBatch) -> None:
                 served.index.apply(worker.name, batch)
+                load = served.scorer.loads.get(worker.name)
+                if load is not None:
+                    load.cached_tokens = served.index.counts(worker.name)[GPU] * HASH_TOKENS
 
             subscriber = Subscriber(offer.events, offer.replay, apply)
             task = asyncio.create_task(subscriber.run())

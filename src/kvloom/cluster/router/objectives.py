@@ -66,8 +66,8 @@ def admissible(objective: Objective, prediction: Prediction | None, waited: floa
     """Return whether to admit a request on a worker. The request is refused only if the prediction exceeds MARGIN times
     the objective.
 
-    A request with a deadline is always admitted, because it may wait at the worker. So is a request without a
-    prediction.
+    A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction is
+    also always admitted.
     """
     if prediction is None or objective.deadline_ms is not None:
         return Decision(Verdict.ADMIT)

@@ -21,6 +21,7 @@ from kvloom.core import TOKEN_BYTES, hash_chain, root_hash, token_bytes
 from kvloom.events_wire import wire_hashes
 
 from .fleet import Fleet, Offer, Worker
+from .text_tokenizer import TextTokenizer
 
 __all__ = ["PromptKeys", "PromptReader"]
 
@@ -58,14 +59,14 @@ class PromptReader:
     def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
         self._fleet, self._uses_workers = fleet, uses_workers
         self._cached: OrderedDict[bytes, bytes] = OrderedDict()
-        self._tokenizer: Any = None
+        self._tokenizer: TextTokenizer | None = None
         if tokenizer is not None:
             from tokenizers import Tokenizer
 
             path = Path(tokenizer) / "tokenizer.json"
             if not path.is_file():
                 raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer.json in this folder")
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = TextTokenizer(Tokenizer.from_file(str(path)))
         self.fallbacks = 0
         """Number of prompts that could not be tokenised."""
 
@@ -85,8 +86,8 @@ class PromptReader:
         if isinstance(prompt, str):
             if self._tokenizer is not None:
                 special = body.get("add_special_tokens") is not False
-                ids = self._tokenizer.encode(prompt, add_special_tokens=special).ids
-                return PromptKeys(token_bytes(ids), [], len(ids))
+                tokens = self._tokenizer.tokens(prompt, special)
+                return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
             asked: dict[str, Any] = {"prompt": prompt, "model": body.get("model")}
             if "add_special_tokens" in body:
                 asked["add_special_tokens"] = body["add_special_tokens"]
@@ -112,7 +113,8 @@ class PromptReader:
         return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
 
     async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
-        """Request the tokens from the worker with the fewest requests. Returns None if it does not answer in time."""
+        """Request the tokens of a prompt from the worker with the fewest requests. Returns None if the worker does
+        not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()
@@ -156,8 +158,8 @@ def _has_media(messages: list[Any]) -> bool:
 def roots_of(
     fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
 ) -> dict[bytes, list[str]]:
-    """Return the workers `names`, grouped by the root that their block hashes of this request have. Usually all workers
-    have the same root.
+    """Group the workers `names` by the root of their block hashes for this request: root → workers. Usually all
+    workers have the same root.
     """
     found: dict[bytes, list[str]] = {}
     for name in names:

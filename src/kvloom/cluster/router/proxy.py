@@ -323,8 +323,8 @@ class Proxy:
         return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
 
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return for each worker how many tokens of the prompt are cached, one number per medium. Also stores the
-        hashes of the prompt in the call.
+        """Return, for each worker, how many tokens of the prompt the worker has cached, as one number per medium.
+        Also stores the hashes of the prompt in `call`.
         """
         keys = call.keys
         assert keys is not None

@@ -2,6 +2,7 @@
 
     time to first token   backlog of the worker + prefill of the missing tokens + load of pages from farther tiers
     + delay of others     seconds that later requests wait for this prefill, in proportion to the worker's load
+    + eviction            time to compute the pages again that the prefill evicts from a full pool
     + decode load         time of decode steps during the prefill, and a cost of pages that running requests occupy
     + adapter             the time to load an adapter that is not resident
     - affinity            a reduction for the last worker of the session, unless this worker is overloaded
@@ -23,25 +24,30 @@ MAX_SESSIONS = 100_000
 SCORED = 8
 """Number of workers whose whole cost is computed. They are the best workers by backlog and cached tokens."""
 
+FULL_SHARE = 0.9
+"""A pool is full if events report this share of it. Pages of partial blocks and running answers are not in events."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoringOptions:
     """Weights of the score.
 
-    | option             | meaning                                                                              |
-    |--------------------|--------------------------------------------------------------------------------------|
-    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load     |
-    | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool |
-    | `step_tokens`      | number of prompt tokens in one step                                                  |
-    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool          |
-    | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                      |
-    | `overload_seconds` | a worker whose backlog exceeds the smallest backlog by more gets no affinity         |
-    | `foreign_seconds`  | cost of each request that another router sent to the worker                          |
-    | `adapter_seconds`  | cost of an adapter that is not resident                                              |
-    | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                     |
+    | option             | meaning                                                                                                      |
+    |--------------------|--------------------------------------------------------------------------------------------------------------|
+    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load                             |
+    | `eviction_weight`  | cost of evicting pages of others: share of the time that it takes to compute them again                      |
+    | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool                        |
+    | `step_tokens`      | number of prompt tokens in one step                                                                          |
+    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool                                  |
+    | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                                              |
+    | `overload_seconds` | seconds by which a worker's backlog may exceed the smallest backlog; above this, the worker gets no affinity |
+    | `foreign_seconds`  | cost of each request that another router sent to the worker                                                  |
+    | `adapter_seconds`  | cost of an adapter that is not resident                                                                      |
+    | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                                             |
     """
 
     delay_weight: float = 1.0
+    eviction_weight: float = 2.0
     decode_seconds: float = 0.03
     step_tokens: int = 8192
     memory_seconds: float = 5.0
@@ -76,8 +82,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute `compute`
-    of them, in an estimated time of `seconds`.
+    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute
+    `compute` of these tokens, which takes an estimated time of `seconds`.
     """
 
     compute: int
@@ -107,6 +113,8 @@ class WorkerLoad:
     busy_share: float = 0.0
     """Fraction of recent time in which the worker computed prompts."""
     adapters: set[str] = field(default_factory=set)
+    cached_tokens: int = 0
+    """Number of tokens whose pages are in the pool, from events."""
     foreign: int = 0
     """Number of open requests that other routers sent to the worker."""
     _last_first: float = 0.0
@@ -268,10 +276,11 @@ class Scorer:
         seconds = compute + reading + load.foreign * options.foreign_seconds
         if load.busy_until > now:
             seconds += load.busy_until - now
-        full = 0.0
+        full = evicted = 0.0
         if load.capacity:
             steps = 1.0 + (new + load.waiting_tokens) / options.step_tokens
             seconds += options.decode_seconds * steps * min(1.0, load.decoding_tokens / load.capacity)
+            evicted = load.cached_tokens + new - FULL_SHARE * load.capacity
             full = (load.tokens + prompt_tokens - on_gpu) / load.capacity - 0.8
         cost = (
             seconds
@@ -279,6 +288,8 @@ class Scorer:
             * (load.busy_share if now - load.share_at < 0.05 else load.load_share(now))
             * compute
         )
+        if evicted > 0.0:
+            cost += options.eviction_weight * speed.per_token * min(evicted, new)
         if full > 0.0:
             cost += options.memory_seconds * full / 0.2
         return cost, seconds, cached, on_gpu

@@ -159,8 +159,8 @@ class Adaptive:
         pass
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """Record that a request hit `resumed` tokens, which end in `entry`. `ghost` is the history of evicted tokens
-        that the request would have hit next, or None. Returns the visit of the request."""
+        """Record that a request opened with a hit of `resumed` tokens, and return the visit of the request. The
+        parameters are those of `LearningPolicy.on_open`."""
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
@@ -247,7 +247,7 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a request that returned to a visit but did not use its last `without` tokens.
+        """Count a request that returned to a visit but did not use the last `without` tokens of the visit.
 
         With `at_most`, the exact number is unknown, and `without` is an upper bound. One count is then spread over all
         numbers up to `without`, in proportion to earlier counts.

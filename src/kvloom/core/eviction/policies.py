@@ -34,8 +34,7 @@ request."""
 
 
 class ReuseHistory:
-    """The record that a learning policy keeps about an entry. After the entry is evicted, `Ghosts` keeps the
-    record."""
+    """The data that a learning policy keeps about an entry. After the entry is evicted, `Ghosts` keeps this data."""
 
     __slots__ = ()
 
@@ -96,8 +95,9 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the sort key. The rank is FIRST for unneeded entries and for entries of ended
-        sessions. Otherwise the rank is the priority that a request set, or 0 after this priority has expired."""
+        """Return the first part of the entry's sort key in the eviction queue. The rank is FIRST for unneeded entries
+        and for entries of ended sessions. Otherwise the rank is the priority that a request set, or 0 after this
+        priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -106,8 +106,8 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """An eviction policy. Entries with smaller priorities are evicted first. The cache calls the hooks; they may be
-    empty. During `on_hit`, `entry.last_used` is still the time of the previous use."""
+    """An eviction policy. Entries with smaller priorities are evicted first. The cache calls the methods `on_...`,
+    which may do nothing. During `on_hit`, `entry.last_used` is still the time of the previous use."""
 
     @property
     def name(self) -> str:
@@ -145,9 +145,12 @@ class LearningPolicy(Policy, Protocol):
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """Record that a request hit `resumed` tokens, which end in `entry`. Without a hit, `entry` is a root. `ghost`
-        is the history of evicted tokens that the request would have hit next, or None. Returns a history, which the
-        cache passes to `on_close` when the request closes."""
+        """Record that a request opened with a hit of `resumed` tokens. `entry` is the node that ends at the last full
+        block of the hit, or the root if the hit has no full block. If the hit ended because the next tokens were
+        evicted, `ghost` is their history, otherwise None.
+
+        Return the history of this request. The cache passes it to `on_close`.
+        """
         ...
 
     def on_close(
@@ -159,14 +162,14 @@ class LearningPolicy(Policy, Protocol):
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that the request closed with `length` tokens. `path` contains its nodes, deepest first. `ending` is
-        its finish reason.
+        """Record that a request closed with `length` tokens. `visit` is the history that `on_open` returned for this
+        request. `path` contains the nodes of the request, deepest first. `ending` is the finish reason.
         """
         ...
 
 
 class _Plain:
-    """Base class with hooks that do nothing."""
+    """Base class of policies that ignore insertions, hits and evictions."""
 
     def on_insert(self, entry: Entry, now: float) -> None:
         pass

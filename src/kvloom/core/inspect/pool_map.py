@@ -94,19 +94,20 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the code of a tenant. A new tenant, declared or not, gets the next free code."""
+        """Return the number that stands for a tenant in owner codes. A new tenant, declared or not, gets the next
+        free number."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list of tenants. All tenants without a code of their own get
-        the index after the last one."""
+        """Return the index of a tenant in the reported list `tenants`. Only the first UNSEEN tenants are listed. Every
+        other tenant gets the length of the list."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the owner code for pages of a size class that the walk has not visited yet. The code contains the
-        group if only one group has pages of this size."""
+        """Return the owner code for pages of a size class that the walk has not visited yet. An owner code stands for
+        a group and a tenant. The code contains the group if only one group has pages of this size."""
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -146,12 +147,12 @@ class PoolMap:
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
-        """Yield the most recently used media runs."""
+        """Yield the most recently used media runs (the pages of images)."""
         runs = self._state.media_cache.runs()
         yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
     def _pinned(self) -> list[Ids]:
-        """Return the pinned pages of each size class."""
+        """Return the page ids of all pinned pages, for each size class."""
         state = self._state
         found: list[list[Ids]] = [[] for _ in state.pool.classes]
         for pin in state.pins.pins():
@@ -167,16 +168,15 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Divide the cells into ranges that can be counted one at a time. The pages of one range are about as many as
-        one call of `look` may count."""
+        """Divide the cells into ranges. One range has about as many pages as one call of `look` may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Count the pages of range number `chunk` by cell, owner code and state. Returns the number of pages
-        visited."""
+        """Count the pages in one range of cells (`self._chunks[chunk]`) again: by cell, owner (group and tenant) and
+        state. `pinned` has the ids of pinned pages of each size class. Returns the number of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:

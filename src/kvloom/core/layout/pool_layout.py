@@ -128,7 +128,7 @@ class PoolLayout:
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
         """Return the groups of one kind: "token" (text), "state" or "media". Groups of the same kind have their page
-        ids in the same rows."""
+        ids in the same rows. A row has the page ids of one block, one state or one media block."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
@@ -201,7 +201,7 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
 
     Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
     counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory: for each
-    sequence, one such slab is half empty on average. It cannot be freed while one of its pages is in use.
+    sequence, one such slab is half empty on average. A slab cannot be freed while one of its pages is in use.
     """
     slabs = {
         _round_up(layer * run * k, granularity)

@@ -54,8 +54,8 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
     """Return a group with full attention. Every longer hit needs this group's page of the next block. If no tier has
     the page, tiers cannot extend the hit.
 
-    Returns None if there is no group with full attention. Also returns None if the model has states, because a prompt
-    can then resume at a snapshot inside the next block.
+    Returns None if no group has full attention. Also returns None if the model has states, because a prompt can then
+    resume at a snapshot inside the next block.
     """
     if layout.of("state"):
         return None
@@ -169,9 +169,9 @@ class LoadPlan:
             resume = deepest
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
-        """Return, for every windowed group, its visibility and one truth value per block before `resume`. The value is
-        true if the pool or a tier has the block's page. A partial last block counts as present, because `_has_end`
-        tests it."""
+        """Return, for every windowed group, the visibility of the group and one truth value per block before
+        `resume`. The value is true if the pool or a tier has the group's page of the block. A partial last block
+        counts as present, because `_has_end` tests it."""
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)
         return [
@@ -190,8 +190,9 @@ class LoadPlan:
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
         """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
 
-        In a model with states, a tier must have the block cut at exactly `resume`. `tails` contains, for each group,
-        the positions with such pages. In a model without states, a page of the full block is sufficient.
+        In a model with states, a tier must have pages of the partial block that ends exactly at `resume`. `tails`
+        contains, for each group, the ends of partial blocks that tiers have. In a model without states, a page of the
+        full block is sufficient.
         """
         if self._is_cached(resume):
             return True
@@ -253,8 +254,9 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the loaded pages end. It is `resume`, or the end of the last block if a tier has the
-        full page of this block."""
+        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose page comes
+        from a tier, this is the end of that block, because tiers store the full block. In models with states it is
+        always `resume`."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume

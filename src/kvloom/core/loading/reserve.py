@@ -119,9 +119,9 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return two positions after a load in which some pages may have failed: the end of the tokens to publish, and the
-    position at which a prompt can then resume. Before the first position, `rows` has all pages that the tokens
-    need."""
+    """Return two positions after a load in which some pages may have failed. The first is the end of the tokens to
+    publish: `rows` has all pages that these tokens need. The second is the position at which a prompt can then
+    resume."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):

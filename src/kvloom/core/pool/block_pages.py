@@ -1,8 +1,7 @@
 """Rows of page ids. A row contains the page ids of one block, one state or one block of an image.
 
-This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction can
-move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page. It does
-not depend on tokens or policies.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction
+can move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class PageOwner(Protocol):
     """An entry of the prefix cache that has rows of page ids."""
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in some columns of the owner's rows."""
+        """Replace the page id `page` by `target` in some columns of the owner's rows."""
 
 
 class PageHolder(Protocol):
@@ -100,8 +99,8 @@ class BlockPages:
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Remove one reference from every page in `rows`. Returns two numbers of bytes: those that are no longer in
-        use, and how many of these are now free."""
+        """Remove one reference from every page in `rows`. Returns two numbers: the bytes of pages that are no longer
+        in use, and the bytes of those pages that are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -124,13 +123,13 @@ class BlockPages:
                 self.owners[c][ids[ids > 0]] = owner
 
     def own(self, rows: Ids, owner: PageOwner) -> None:
-        """Set the owner of all cached pages in `rows`."""
+        """Record `owner` as the owner of all cached pages in `rows`."""
         for c, owners in self.owners.items():
             ids = rows[:, self._columns[c]].ravel()
             owners[ids[ids > 0]] = owner
 
     def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
-        """Set the owner of one cached page."""
+        """Record `owner` as the owner of one cached page of size class `cls`."""
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
@@ -167,6 +166,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether its page in `column` is in use."""
+        """Return, for each row, whether the row's page in `column` is in use."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

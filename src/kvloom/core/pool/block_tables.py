@@ -58,7 +58,7 @@ class BlockTables:
 
     @property
     def open(self) -> int:
-        """Return the number of open rows."""
+        """Return the number of open rows. A row is open while a sequence uses it."""
         return len(self.sequences) - len(self._free)
 
     def take_row(self) -> int:
@@ -102,18 +102,18 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that page ids of a row changed, from `block` on. Blocks outside a window need no mark, because the
-        engine never reads them."""
+        """Record that page ids of a row changed, from `block` on. Blocks outside a window need no such call, because
+        the engine never reads them."""
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
 
     def mark_each_changed(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
-        """Record changes like `mark_changed` for many entries. A row may occur several times."""
+        """Call `mark_changed` for each pair of `rows[i]` and `blocks[i]`. A row may occur several times."""
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first changed block of each row, and clear the marks. If no block changed, return the row's
-        number of reserved blocks."""
+        """Return the first changed block of each row, and reset the record of changes. If no block changed, return
+        the row's number of reserved blocks."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first

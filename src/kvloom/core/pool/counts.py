@@ -140,8 +140,8 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Return the counts of the pages minus one for each time that a page is listed. Raises ValueError if a count would
-    be negative. `why` is the end of the error message."""
+    """Return the count of each page in `at`, reduced by the number of times that the page is listed in `at`. Raises
+    ValueError if a count would be negative. `why` is the end of the error message."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0

@@ -118,8 +118,8 @@ class PagePool:
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the smallest number of slabs that can contain the pages in use and `needs[c]` + `more` further pages
-        of each class c. Assumes compaction."""
+        """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
+        further pages of each class c. Assumes compaction."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
@@ -129,8 +129,8 @@ class PagePool:
         """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
         c.
 
-        Also records how many free slabs would remain. While some remain, `allocate` may use whole free slabs to keep
-        the pages of a sequence together.
+        Also records how many free slabs would remain. While free slabs remain, `allocate` may use whole free slabs to
+        keep the pages of a sequence together.
         """
         slack = self.free_slabs
         if self._plain:

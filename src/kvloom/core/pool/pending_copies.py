@@ -27,7 +27,8 @@ class CopyBatch:
 
 class PendingCopies:
     """The copies queued since the last `take`. The source pages keep their bytes until `take`, except pages in a slab
-    that compaction emptied. Such a slab can be reused at once. A copy that writes to it is put into a later batch."""
+    that compaction emptied. An emptied slab can be reused at once. A copy that writes to an emptied slab is put into
+    a later batch."""
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
@@ -39,7 +40,7 @@ class PendingCopies:
         self._retained: list[tuple[BlockPages, Ids, Account]] = []
 
     def add(self, cls: int, source: Ids, target: Ids) -> None:
-        """Queue copies of pages of one size class."""
+        """Queue copies of pages of size class `cls`: page `source[i]` is copied to page `target[i]`."""
         if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
             self._close_batch()
         pending = self._pending[cls]
@@ -51,7 +52,7 @@ class PendingCopies:
         pending.update(zip(target.tolist(), sources, strict=True))
 
     def add_rows(self, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue copies of whole rows."""
+        """Queue copies of all pages in rows of page ids: `source[i]` is copied to `target[i]`."""
         for cls in columns.classes:
             at = columns.columns_of(cls)
             self.add(cls, source[:, at].ravel(), target[:, at].ravel())

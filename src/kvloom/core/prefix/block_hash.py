@@ -96,7 +96,8 @@ def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -
 
 
 def media_hash(root: bytes, digest: bytes) -> bytes:
-    """Return the hash of an image's media run under a root. `digest` is the digest of the image's content."""
+    """Return the hash of the media run (the cached pages) of an image, for requests with the root hash `root`.
+    `digest` is the digest of the image's content."""
     return blake2b(root + digest, digest_size=HASH_BYTES, person=b"kvloom.media").digest()
 
 
@@ -131,8 +132,8 @@ def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 
 def _with_media(data: bytes, resolve: Resolve) -> bytes:
-    """Return the bytes to hash for tokens that may include media tokens. All media tokens become -1. The range and the
-    digest of each image follow after the tokens."""
+    """Return the bytes to hash for tokens that may include media tokens. The bytes contain the tokens, with -1 for
+    every media token. The range and the digest of each image follow after the tokens."""
     if not loops.any_negative(data):
         return data
     ids = np.frombuffer(data, "<i4")

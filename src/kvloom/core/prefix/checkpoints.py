@@ -88,8 +88,9 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield the nodes and their rows whose window pages a query at `query` sees before `position`. Starts at
-        `node` and goes up to the root."""
+        """Yield each node, from `node` up to the root, with the range of its rows that the query needs. A row has the
+        page ids of one block. A row is needed if the query at position `query` sees the block and the block starts
+        before `position`."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -104,9 +105,9 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether all window pages before `position` in `node` that a query at `query` sees are cached. By
-        default, `query` is `position`. If several nodes share a block, only the pages of the deepest node are
-        tested."""
+        """Return whether all window pages before `position` in `node` that a query at `query` sees are cached. If
+        `query` is None, it is `position`. If several nodes share a block, only the pages of the deepest of these
+        nodes are tested."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(
@@ -197,7 +198,7 @@ class Checkpoints:
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Call `queue_unneeded` for `node` and for all nodes above it that contain blocks `first` to `last`."""
+        """Call `queue_unneeded` for each node from `node` up that contains one of the blocks `first` to `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:

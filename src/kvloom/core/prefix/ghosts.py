@@ -35,16 +35,16 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the first part of the key of records for tokens after `node`. For a root, this is the root hash,
-        which stays valid when the root is removed."""
+        """Return the value that identifies `node` in the keys of ghosts. A ghost is the record of evicted tokens that
+        followed `node`. For a root, the value is the root hash, which stays valid when the root is removed."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the tokens after a node were evicted. These tokens start with `text` (at most SEEN bytes).
-        `ghost` has the fields of `Ghost`. It is a plain tuple, because most records are never looked up and a tuple is
-        cheaper to create."""
+        """Record that the tokens after the node `after` were evicted. These tokens start with `text` (at most SEEN
+        bytes). `ghost` has the fields of `Ghost`. It is a plain tuple, because most records are never looked up and a
+        tuple is cheaper to create."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:

@@ -346,8 +346,8 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute the result of `lengths` for models with windows or states. Uses one matrix of blocks, places and
-        groups."""
+        """Compute the result of `lengths` for models with windows or states. Uses one truth value per block, place
+        and group."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places

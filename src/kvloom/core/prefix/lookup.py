@@ -38,9 +38,9 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. For evicted pages, `when` is the time of the eviction and
-    `policy` the name of the policy. `matched` is a later position: tiers have pages up to there, but the prompt cannot
-    resume there."""
+    """The position where a lookup ended, and the reason. If the next pages were evicted, `when` is the time of the
+    eviction and `policy` the name of the policy. `matched` is a later position or None (see `LoadPlan.miss`): tiers
+    have pages up to `matched`, but the prompt cannot resume there."""
 
     reason: str
     position: int
@@ -91,7 +91,8 @@ class Lookup:
     def find(
         self, root_hash: bytes, data: bytes, control: CacheControl, media: Sequence[Media], limit: int
     ) -> Match:
-        """Return the match of `data` (token bytes), at most `limit` tokens long."""
+        """Look up the prompt `data` (token ids as bytes) under a root hash, and return the match. The match is at
+        most `limit` tokens long."""
         tree = self._tree
         root = tree.roots.get(root_hash) if control.read else None
         path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
@@ -186,8 +187,9 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss. With `across_tenants`, its reason is "other tenant" if another root has more tokens of the
-        prompt. O(roots). Only for operators, because the result reveals prompts of other tenants."""
+        """Return the miss. With `across_tenants`, the reason is "other tenant" if the tree has more tokens of the
+        prompt under another root. O(roots). Only for operators, because the result reveals prompts of other
+        tenants."""
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
                 if root_hash != match.root_hash:

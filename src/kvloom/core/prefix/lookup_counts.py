@@ -41,7 +41,7 @@ class LookupCounts:
             self._outside_window[window] += first
 
     def hit_media(self, blocks: int) -> None:
-        """Count the blocks of a media run."""
+        """Count `blocks` blocks of a media run as hit."""
         self._media_blocks += blocks
 
     def hit_pages(self) -> dict[str, int]:

@@ -41,11 +41,11 @@ class MediaCache:
         return self._runs[key]
 
     def get(self, key: bytes) -> MediaRun | None:
-        """Return the cached run under `key`, or None."""
+        """Return the cached media run with this key, or None."""
         return self._runs.get(key)
 
     def runs(self) -> Collection[MediaRun]:
-        """Return all cached runs, as a live view."""
+        """Return all cached media runs, as a live view."""
         return self._runs.values()
 
     def needs_run(self, item: Media, start: int, stop: int) -> bool:

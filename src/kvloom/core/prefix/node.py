@@ -149,7 +149,7 @@ class Checkpoint(Entry):
         return self.row_bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in the state snapshot."""
+        """Replace the page id `page` by `target` in the state snapshot."""
         if self.states is not None:
             replace_page(self.states, columns, page, target)
 

@@ -20,20 +20,25 @@ __all__ = ["OffloadBatch", "OffloadSource"]
 
 
 class OffloadBatch(NamedTuple):
-    """Rows of page ids, one per hash, of one kind of group ("token" or "state"). Id 0 means no page.
+    """Pages to offload: one row of page ids per block hash.
 
-        | field   | meaning                                                                                    |
-        |---------|--------------------------------------------------------------------------------------------|
-        | pages   | pages that contain the bytes of `rows` until the next `take_copies`; 0 if unknown          |
-        | evicted | true: the pages are evicted and will be overwritten soon; false: their sequence closed,    |
-        |         | and they stay cached                                                                       |
-        | was_hit | whether a later request hit the pages                                                      |
-        | tenant  | owner of the pages                                                                         |
-        | root    | root of the block hashes of the pages                                                      |
-        | age     | number of step marks since the pages were written or moved: 0, 1 or 2 (2 also if unknown)  |
+    | field     | meaning                                                                                     |
+    |-----------|---------------------------------------------------------------------------------------------|
+    | numbering | kind of the groups: "token" or "state"                                                      |
+    | hashes    | block hash of each row                                                                      |
+    | rows      | page ids, one column per page of a block or of a state; id 0 means no page                  |
+    | pages     | page ids of the same shape: where the bytes of `rows` are until the next `take_copies`. The |
+    |           | target of a pending copy has its bytes in the source page. Id 0 means unknown               |
+    | evicted   | true: the pages are evicted and will be overwritten soon; false: their sequence closed,     |
+    |           | and they stay cached                                                                        |
+    | was_hit   | whether a later request hit the pages                                                       |
+    | tenant    | owner of the pages                                                                          |
+    | root      | root of the block hashes of the pages                                                       |
+    | age       | number of step marks since the pages were written or moved, at most 2 (2 also if unknown)   |
 
-    The engine sets a step mark before each step, and after copies inside the pool. Work before the last mark wrote the
-    pages of age 1. Work before the second last mark wrote the pages of age 2.
+    The engine sets a step mark before each step, and after copies inside the pool. Age 0 means that work after the last
+    mark may have written the pages. Age 1 means that the pages were written before the last mark, and age 2 before the
+    second last mark.
     """
 
     numbering: str
@@ -86,7 +91,8 @@ class OffloadSource:
 
     @staticmethod
     def on_split(upper: Node, lower: Node, at: int) -> None:
-        """Record that a node was split at token `at`. `lower` is the original node."""
+        """Divide the offload marks of a node that was split at token `at`. `lower` is the original node, and `upper`
+        the new one."""
         marks = lower.offload
         if marks is not None:
             upper.offload = OffloadMarks(min(marks.settled, at), marks.grown, marks.offloaded_tokens)
@@ -104,7 +110,8 @@ class OffloadSource:
         """Pass the states, the partial block and the window pages of a checkpoint to the listener before the
         checkpoint is dropped.
 
-        `windows` contains the columns of each window, and the first block inside the window.
+        `windows` contains, for each windowed group, the columns of its page ids and the first block inside the
+        window.
         """
         node, position = checkpoint.node, checkpoint.position
         self._collect_states(checkpoint, evicted=True)

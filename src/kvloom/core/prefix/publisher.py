@@ -112,8 +112,9 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of HASH_TOKENS
-        tokens, return a BlockHash, which also contains the hashes of the block's units up to `position`."""
+        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of
+        HASH_TOKENS tokens, the result is a BlockHash. It also contains the hashes of the block's units up to
+        `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -144,7 +145,7 @@ class EventPublisher:
             self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
-        """Publish that a state snapshot was stored."""
+        """Publish that the state snapshot of a checkpoint was stored."""
         node, position = checkpoint.node, checkpoint.position
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
@@ -155,7 +156,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish that missing window pages of `node` were added again. `missing` marks these pages."""
+        """Publish that window pages that were missing in `node` were added again. `missing` marks these pages."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)
@@ -164,7 +165,7 @@ class EventPublisher:
                 self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
-        """Publish that the window pages of `group` in some rows of `node` were removed."""
+        """Publish that the window pages of `group` were removed from the blocks `rows` of `node`."""
         hashes = tuple(block_hash for block_hash, _, _ in self._row_hashes(node, rows))
         if hashes:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
@@ -193,24 +194,26 @@ class EventPublisher:
             self.events.emit(BlockRemoved(tuple(reversed(hashes)), self.token_groups, MEDIUM, reason))
 
     def media_stored(self, root: bytes, digest: bytes) -> None:
-        """Publish that a media run was stored."""
+        """Publish that the media run of an image was stored."""
         self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, MEDIUM))
 
     def media_dropped(self, root: bytes, digest: bytes, reason: str) -> None:
-        """Publish that a media run was removed."""
+        """Publish that the media run of an image was removed."""
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the hash of a partial last block is removed, because the block grows and gets another hash. If
-        there is a checkpoint at the end of the block, the hash stays valid and is not removed."""
+        """Publish that the partial last block of `node` was removed under its old hash, because the block grows and
+        gets another hash. If there is a checkpoint at the end of the node, the old hash stays valid, and nothing is
+        published."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed. If the snapshot was inside a block of `node`, the hash of the partial
-        block that ends there is removed, too."""
+        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, the
+        partial block before it is also published as removed, because no prompt can resume there without the snapshot.
+        This does not apply to a checkpoint at the end of its node."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

@@ -128,8 +128,9 @@ class RadixTree(Checkpoints):
         The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already
         has a page of a block, the tree writes the id of that page into `rows`. The caller must then use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
-        this node next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned node.
+        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
+        unlock the node `locked` next. That node may then grow by a partial block. `lock` moves the caller's lock to
+        the returned node.
         """
         node, start = cursor, cursor.end
         locked = locked or cursor
@@ -386,7 +387,7 @@ class RadixTree(Checkpoints):
     # -- locks and hits -------------------------------------------------------------------------
 
     def hit(self, node: Node, now: float) -> None:
-        """Record a hit of a node. The policy hook runs before `last_used` changes."""
+        """Record a hit of a node. Calls `Policy.on_hit` before `node.last_used` changes."""
         node.hits += 1
         if node.hits == 1 and node.offload is not None:
             # Pass the page to the listener again, because write policies for reused pages need it now.

@@ -76,8 +76,8 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
 def node_at(
     state: CacheState, seq: Sequence, position: int, now: float, closing: bool = False
 ) -> Node | None:
-    """Return the tree node that contains the token before `position`, or None at position 0. If the tree does not have
-    the sequence's tokens up to `position` yet, adds them first, even if the last block is partial."""
+    """Return the tree node that contains the token before `position`, or None at position 0. If the tree lacks tokens
+    of the sequence before `position`, adds these tokens first. Their last block may be partial."""
     if position <= seq.published:
         node: Node | None = seq.node
         while node is not None and node.start >= position:

@@ -93,8 +93,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each row (open sequence). If a row is the only user of its node, it is published
-    together with other such rows, which is cheaper."""
+    """Publish one full block of each row (open sequence). Rows that are the only user of their node are published
+    together, which is cheaper."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -115,7 +115,7 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
     """Publish the full blocks `data`, which follow the published tokens. If the request does not store blocks, only
-    `published` is increased."""
+    `seq.published` is increased."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:

@@ -146,7 +146,8 @@ def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
 
 
 def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
-    """Return three numbers: blocks to reserve, 1 if the partial block must be copied, and 1 if states are needed."""
+    """Return three numbers: the number of blocks to reserve, 1 if the partial block must be copied (else 0), and 1 if
+    states must be allocated (else 0)."""
     blocks = -(-(length + n) // state.block_tokens) - state.block_tables.blocks.item(seq.row)
     copy_tail = int(n > 0 and seq.shared_tail)
     states = int(n > 0 and state.has_states and not state.block_tables.states[0, seq.row])

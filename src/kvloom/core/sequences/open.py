@@ -139,7 +139,9 @@ def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and the partial block."""
+    """Fill the block-table row of a sequence that resumes after `resume` tokens, and retain its pages. Sets the page
+    ids (`rows`, one line per block), the first visible block of each window, and the tokens of the partial block
+    (from `data`)."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
     table.tables[:, row, :blocks] = rows.T
@@ -155,7 +157,8 @@ def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: by
 
 
 def _descend(node: Node, data: bytes, position: int) -> Node:
-    """Return the node that contains `position`. It is `node` or a node below it on the path of `data`."""
+    """Return the node that contains `position`. The search starts at `node` and follows the path of `data` down the
+    tree."""
     ids = memoryview(data).cast("i")
     while node.end < position:
         node = node.children[ids[node.end]]

@@ -75,7 +75,9 @@ def _resumable_below(
 
 
 def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: list[Node], now: float) -> None:
-    """Cut a row to its first `resume` tokens, and release all other pages."""
+    """Cut the block table of a sequence to its first `resume` tokens, and release the pages that these tokens do not
+    need. `rows` has the page ids of the sequence's blocks. If published blocks are cut, the sequence's lock moves up
+    in the tree."""
     row, block, table = seq.row, state.block_tokens, state.block_tables
     left = state.tree.visible_rows(rows[: -(-resume // block)], resume)
     account = seq.root.account
@@ -121,7 +123,8 @@ def _unpublish(
 
 
 def _rewind_states(state: CacheState, seq: Sequence, checkpoint: Checkpoint | None, now: float) -> None:
-    """Release the live states. If there is a checkpoint, resume from its snapshot."""
+    """Release the live states of a sequence. If `checkpoint` is not None, the sequence resumes from the checkpoint's
+    snapshot."""
     account, table = seq.root.account, state.block_tables
     live = table.states[:, seq.row][None].copy()
     if live[0, 0]:

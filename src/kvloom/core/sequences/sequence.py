@@ -58,7 +58,7 @@ class ColdRun:
     users: int = 1
 
     def release(self) -> None:
-        """Remove one reference to the run. The last one calls `on_release`."""
+        """Remove one reference to the run. Calls `on_release` if no reference remains."""
         self.users -= 1
         if not self.users:
             self.on_release()
@@ -234,8 +234,8 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set the `special` flag of a row that must be extended and committed alone. Such a row has a page to copy, lacks
-    its states, or has images that are not computed yet."""
+    """Set `BlockTables.special` for a sequence that must be extended and committed alone. Such a sequence has a page
+    to copy, lacks its states, or has images that are not computed yet."""
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])
     if seq.media and not special:

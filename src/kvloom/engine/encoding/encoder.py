@@ -79,8 +79,8 @@ class Encoder:
                 self._queue.append(change.block_hash)
 
     def encode_next(self) -> None:
-        """Encode the image that waited longest, store its embeddings and drop the image. Does nothing for an image
-        that was evicted, or whose embeddings are stored.
+        """Encode the image that waited longest, store its embeddings and drop the image. Does nothing if the image
+        was evicted, or if its embeddings are already stored.
         """
         block_hash = self._queue.popleft()
         first = first_page(block_hash, INPUTS)
@@ -142,8 +142,8 @@ class Encoder:
 def open_encoder(
     vision: Vision, fingerprint: str, tiers: Sequence[str], tenants: Sequence[Tenant] = ()
 ) -> Encoder:
-    """Open the host memory of an encode worker and share it. `tiers` must be one shared host tier. A quota of a
-    tenant limits its bytes in this memory. Raises ValueError for other tiers, and if the address is in use.
+    """Open the host memory of an encode worker and share it. `tiers` must be one shared host tier. The quota of a
+    tenant limits the tenant's bytes in this memory. Raises ValueError for other tiers, and if the address is in use.
     """
     shared = HostURL(0)
     if len(tiers) == 1 and tiers[0].startswith("host:"):

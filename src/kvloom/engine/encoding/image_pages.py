@@ -83,12 +83,13 @@ def image_key(encoder: str, tenant: str, digest: bytes) -> bytes:
 
 
 def first_page(block_hash: bytes, kind: Kind) -> Objects:
-    """Return the first page of an image by its hash."""
+    """Return the first page of an image as an object of a tier. `block_hash` is the hash of this page."""
     return Objects([block_hash], kind.first, _FORM)
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image. Either `start` is above 0, or `stop` is 1."""
+    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group, so it cannot
+    be returned together with others: either `start` is above 0, or `stop` is 1."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)
@@ -159,7 +160,8 @@ def _header(pages: Pages) -> tuple[_Header, int]:
 
 
 def _size(pages: Pages) -> int:
-    """Return the number of bytes in use, which the first page contains. Raises PagesError if it is invalid."""
+    """Return the number of bytes in use in all pages. The first page contains this number. Raises PagesError if the
+    number is invalid."""
     size = int.from_bytes(pages.reshape(-1)[:8].tobytes(), "little")
     if not _HEAD_BYTES <= size <= MAX_BYTES:
         raise PagesError(f"the first page of an image states {size:,} bytes; the limit is {MAX_BYTES:,}")

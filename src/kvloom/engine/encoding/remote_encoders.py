@@ -68,7 +68,8 @@ class EncodingStats:
 
 
 class _EncodeWorker:
-    """One encode worker: its tier, which is opened on first use, and the time until which it is not asked."""
+    """One encode worker. It has the tier of the worker, which is opened on first use, and the time until which the
+    worker gets no requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -112,7 +113,7 @@ class RemoteEncoders:
         self._lock = threading.Lock()  # guards the stats
 
     def request(self, image: Image, address: str | None = None) -> Future[torch.Tensor | None]:
-        """Start to get the embeddings of an image. The result is None if the image must be encoded here.
+        """Start to request the embeddings of an image. The result is None if this worker must encode the image.
 
         `address` (host:port) names the encode worker. Without it, the hash of the image selects one. Only configured
         workers are asked.
@@ -131,7 +132,8 @@ class RemoteEncoders:
             worker.close()
 
     def _select(self, key: bytes) -> _EncodeWorker | None:
-        """Return the encode worker of an image: always the same one while it works, so that its embeddings are found."""
+        """Return the encode worker of an image. It is always the same worker while this worker answers, so that
+        stored embeddings are found."""
         usable = [worker for worker in self._workers.values() if not worker.is_paused]
         return max(
             usable, key=lambda one: blake2b(key + one.address.encode(), digest_size=8).digest(), default=None

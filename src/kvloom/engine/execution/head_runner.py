@@ -1,4 +1,5 @@
-"""Runs a head, which drafts from the target's hidden states. Head and target share the pool and the buffers of batches.
+"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and the
+buffers of batches.
 
     target's step       the hidden states of the step are written to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
@@ -27,8 +28,8 @@ __all__ = ["HeadRunner"]
 
 
 class HeadRunner(ModelRunner):
-    """Runs a head. While it exists, the runner of the target also writes the target's hidden states to the head's
-    pages.
+    """Runs a draft head. While this object exists, the runner of the target also writes the target's hidden states to
+    the head's pages.
     """
 
     def __init__(

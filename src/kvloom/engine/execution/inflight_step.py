@@ -57,8 +57,9 @@ class InflightStep:
     ) -> InflightStep:
         """Start to copy the results of a launched step to the host, and return the in-flight step. Does not wait.
 
-        The first `decoding` entries of `work` are decoding requests with one token each. The other arguments are
-        results on the device: sampled tokens, prompt log-probabilities and embeddings.
+        The first `decoding` entries of `work` are decoding requests with one token each. `requests` are the requests
+        of the sampled tokens, and `drafts` their drafts. `sampled`, `prompts` and `embeddings` are results on the
+        device: sampled tokens, prompt log-probabilities and embeddings.
         """
         tokens, logprobs = sampled.tokens, sampled.logprobs
         prompts_of = [

@@ -54,8 +54,8 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
     """Allocate the pool of a model on its device, and let the model's attention read pages. A `draft` model or head
     shares the pool.
 
-    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure
-    the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
+    In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
+    measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())
@@ -145,8 +145,8 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the largest number of tokens of a sequence. It is `asked`, or the model's limit if `asked` is None.
-    Raises ValueError if `asked` exceeds the limit.
+    """Return the largest number of tokens of a sequence: `asked`, or `model_limit` if `asked` is None. Raises
+    ValueError if `asked` exceeds the limit.
     """
     if asked is None:
         return model_limit

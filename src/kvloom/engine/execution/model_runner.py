@@ -265,7 +265,7 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run several steps of the same temporary sequences, and return the number of computed tokens.
+        """Run several steps of the same temporary sequences. Return the number of tokens computed in all steps.
 
         `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step or the
         pool is too small for it. `limit` is the length of each prompt. Each step passes its logits to `choose`.
@@ -346,8 +346,8 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether sequences of the step share pages. If so, the shared page runs are sent to the device, so that
-        attention reads them once. Searches only if the sequences differ from those of the previous call.
+        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device, so
+        that attention reads them once. The search runs only if the step has other sequences than the previous call.
         """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
@@ -384,8 +384,8 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool in which all graphs allocate. They can share it, because graphs never run at the same
-        time.
+        """Return the memory pool in which all CUDA graphs allocate. Graphs can share the memory, because they never
+        run at the same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -426,7 +426,8 @@ def _partial_sum_tokens(longest: int) -> int:
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether images affect a work: the work contains image tokens, or images shift its positions."""
+    """Return whether images affect a `Work`: the work contains image tokens, or images shift the positions of its
+    tokens."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 

@@ -40,8 +40,8 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Wait for the tokens of a step and apply them to its requests. Return the requests that were still unfinished
-        before.
+        """Wait for the tokens of a step and apply them to its requests. Return the requests that were unfinished
+        before this call.
 
         `launched_since` is the work of the next step, if it is already launched. Also waits up to MASK_SECONDS for
         grammar masks.
@@ -92,12 +92,12 @@ class OutputProcessor:
                 self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def wait_for_masks(self, seconds: float) -> None:
-        """Wait up to `seconds` for late masks."""
+        """Wait up to `seconds` for grammar masks that were late in an earlier step."""
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
     def settle_masks(self) -> None:
-        """Finish requests whose late mask has arrived, if the output must end there. This holds if the grammar is
-        complete, allows no token, or has failed. Does not wait.
+        """Finish requests whose late grammar mask has arrived and whose output must end now. An output must end if
+        the grammar is complete, allows no token, or has failed. Does not wait.
         """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
@@ -144,7 +144,7 @@ class OutputProcessor:
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
     def _fail(self, request: Request) -> None:
-        """Finish a request whose grammar allows no token. `stop_reason` becomes the error of the grammar."""
+        """Finish a request whose grammar allows no token. Its `stop_reason` becomes the error of the grammar."""
         assert request.structure is not None
         request.stop_reason = request.structure.error
         self._finish(request, "grammar")
@@ -191,7 +191,7 @@ class OutputProcessor:
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
         """Add a token to the text of a request. Return whether the text now contains a stop text. If the token `ends`
-        the output, it is decoded only with `include_stop_str_in_output`.
+        the output, it is decoded only if the request sets `include_stop_str_in_output`.
         """
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)

@@ -32,8 +32,8 @@ number of tokens at which both times are equal.
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context in which garbage collection is off. If an old graph were destroyed during a capture, the capture would
-    fail.
+    """Return a context without garbage collection. The collector could destroy an old graph during a capture, and the
+    capture would then fail.
     """
     before = gc.isenabled()
     gc.disable()
@@ -87,14 +87,15 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Set the largest step that uses graphs. `host` and `device` are the seconds that a step of `tokens` tokens
-        took on each. The device is the bottleneck of larger steps, so graphs would not make them faster.
+        """Set the size of the largest step that uses graphs. A step of `tokens` tokens took `host` seconds on the
+        host and `device` seconds on the device. The device is the bottleneck of larger steps, so graphs would not
+        make them faster.
         """
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes to capture."""
+        """The graph sizes to capture, as numbers of tokens."""
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
@@ -202,8 +203,8 @@ class _Recording:
         return result
 
     def _result(self, shape: tuple[int, int], query: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for the output of attention, which the next graph reads. Layers and sizes with the same
-        shape share it.
+        """Return the buffer for the output of attention, which the next graph reads. All layers and graph sizes with
+        the same output shape share one buffer.
         """
         key = *shape, query.dtype
         if key not in self._results or len(self._results[key]) < self._size:

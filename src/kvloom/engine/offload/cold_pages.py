@@ -49,11 +49,11 @@ MAX_HOST_SHARE = 0.9
 class ColdStart:
     """Leased pages with which a request can resume at `position`.
 
-    | field         | meaning                                                                                   |
-    |---------------|-------------------------------------------------------------------------------------------|
+    | field         | meaning                                                                                                             |
+    |---------------|---------------------------------------------------------------------------------------------------------------------|
     | pages, leases | page ids in host memory of the full blocks before `position` [blocks, columns of the block table], and their leases |
-    | hashes        | of all blocks before `position`; the last block may be partial                            |
-    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states         |
+    | hashes        | block hashes of all blocks before `position`; the last block may be partial                                         |
+    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states                                   |
     """
 
     position: int
@@ -68,7 +68,7 @@ class ColdStart:
         return self.hashes[len(self.pages) - 1] if len(self.pages) else None
 
     def release(self) -> None:
-        """End all leases."""
+        """Release all leases of pages in host memory."""
         _release([*self.leases, *self.visible])
 
 
@@ -220,8 +220,8 @@ class ColdPages:
     def _lease(self, request: Request, position: int) -> ColdStart:
         """Lease the pages with which a request can resume at `position`.
 
-        If some pages are missing, the position of the result is smaller. It is 0 in models with windows or states. In
-        other models it is the end of the last block before the first missing page.
+        If host memory lacks some pages, the position of the result is smaller. In models with windows or states, the
+        position is then 0. In other models, it is the end of the last block before the first missing page.
         """
         cache, tenant = self._cache, request.control.tenant
         hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
@@ -262,7 +262,8 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return the result of `_visible_blocks`, and for each entry the ids of these pages in the pool."""
+        """Return the result of `_visible_blocks`. Each item also has the ids of the pages of these blocks in the
+        pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)
@@ -289,8 +290,8 @@ class ColdPages:
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
-        """Copy the pages of one column of the block table to host memory, and lease them for reading. Waits for the
-        copy. Pages that host memory already has are not copied again.
+        """Copy `pages` of one layer group to host memory, and lease them there for reading. `objects` are their keys,
+        in the same order. Waits for the copy. Pages that host memory already has are not copied again.
 
         If host memory has no space for a page, its offset in the lease is negative. If `keep` is false, the pages are
         freed when the lease ends.

@@ -69,8 +69,8 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer to host memory. `first` is the index of their first entry in the list of needed pages.
-    `tier_of` is the index of the queue from which each page is loaded, by key.
+    """Pages in transfer to host memory. `first` is the index of their first item in the list of `needed_pages`.
+    `tier_of` maps the key of each page to the index of the tier queue that loads it.
     """
 
     first: int
@@ -143,7 +143,8 @@ class HandOver:
         self._pulls, self._lookup = [], None
 
     def _collect(self, pull: _Pull, now: float) -> None:
-        """Count the pages of a finished transfer. If some are missing, request them again from other tiers."""
+        """Count the pages of a finished transfer. If the transfer did not load all pages, request the missing pages
+        from other tiers."""
         self.pages += pull.fetch.loaded
         missing = [
             objects.keys[i]
@@ -158,7 +159,8 @@ class HandOver:
             self._progress_at = now
 
     def _pull(self, lookup: TierLookup, now: float) -> None:
-        """Start to load the pages that a lookup has found, up to the first entry of needed pages that is incomplete."""
+        """Start to load the pages that a lookup has found. Stops at the first item of `needed_pages` of which the
+        lookup has not found all pages."""
         found = {
             key
             for objects, here in zip(lookup.objects, lookup.found, strict=True)

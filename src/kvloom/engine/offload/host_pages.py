@@ -194,7 +194,8 @@ class HostPages:
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Record a mark: the present end of the current stream. `offload` can then wait only for work before a mark.
+        """Set a mark at the present end of the current stream. `offload` can then wait only for the work before a
+        mark.
 
         The last two marks are stored. `moved` means that copies inside the pool have written pages since the previous
         mark, so earlier marks are dropped.
@@ -207,9 +208,9 @@ class HostPages:
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
 
-        On a GPU the copy waits for all work on the current stream. With `age` 1 it waits only for work before the last
-        mark, and with `age` 2 only for work before the second last mark. The caller must know that later work did not
-        write the pages.
+        On a GPU the copy waits for all work on the current stream. With `age` 1, the copy waits only for work before
+        the last mark. With `age` 2, it waits only for work before the second last mark. The caller must ensure that
+        work after this mark did not write the pages.
         """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)

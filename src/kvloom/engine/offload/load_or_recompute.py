@@ -104,8 +104,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load` with its estimates multiplied by a factor: elapsed time / expected time of the load so far, at
-        least 1.
+        """Return the function `load` with its results multiplied by a factor: the elapsed time divided by the
+        expected time of the load so far, at least 1.
 
         The expected time includes the next `next_tokens` tokens, because they may still be in transfer.
         """
@@ -117,7 +117,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return a number of tokens, at least `tokens`, after which the rest of the gap is a whole number of blocks."""
+        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

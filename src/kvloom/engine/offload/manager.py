@@ -178,8 +178,8 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return how many tokens after `match` can be loaded from tiers, and the seconds until they are loaded. Loads
-        nothing.
+        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are
+        loaded. Does not start a load.
 
         The seconds are 0 if no load was measured. Returns None while the tiers look up the pages. If host memory is the
         only tier, the call costs a load plan.
@@ -216,8 +216,8 @@ class OffloadManager:
         """Decide what a running request with uncomputed prompt tokens does in this step.
 
         While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
-        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between them will be
-        loaded sooner than they can be computed. Otherwise returns COMPUTE.
+        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
+        computed and the loaded tokens will be loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
         if job is None:
@@ -235,7 +235,7 @@ class OffloadManager:
     def is_pending(self, request: Request, has_followers: bool) -> bool:
         """Return whether a waiting request must continue to wait for its pages.
 
-        `has_followers` means that other requests wait for the same pages. If the pages are copied, they then enter the
+        `has_followers` means that other requests wait for the same pages. Pages whose copies are done then enter the
         prefix cache at once.
         """
         if request in self._hand_overs:
@@ -388,7 +388,8 @@ class OffloadManager:
         """Start queued offloads, and record how long the `finished` step took since `started`. `inflight` is the step
         that runs now.
 
-        If no step finished or runs, and requests wait for pages (`is_waiting`), sleep until a page may have arrived.
+        If no step has finished, no step runs, and requests wait for pages (`is_waiting`), sleep until a page may have
+        arrived.
         """
         self._offer_pages()
         self.flush()  # the next step may start much later

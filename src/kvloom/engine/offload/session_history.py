@@ -43,7 +43,7 @@ class SessionHistory:
                 self.record(request.control.session, request.tokens, request.control)
 
     def record(self, session: str, tokens: Sequence[int], control: CacheControl) -> None:
-        """Replace the tokens of a session."""
+        """Store the tokens and cache control of a session's last request."""
         self.forget(session)
         self._sessions[session] = np.array(tokens, np.int32), control
         self._tokens += len(tokens)

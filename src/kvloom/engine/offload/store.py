@@ -56,8 +56,8 @@ class _PendingOffload:
 
 
 class PageOffloader:
-    """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page
-    passes through host memory.
+    """Offloads the pages of one cache to host memory, from where the other tiers get them. `writes` contains the write
+    policies of all tiers. A page is copied to host memory as soon as one of these policies requires it.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class PageOffloader:
             self._units = UnitCopies(self.transfers.host, forms)
 
     def close(self) -> None:
-        """End the copies into units."""
+        """Wait for running copies of pages into units, and end them (see `copy_units`)."""
         if self._units is not None:
             self._units.close()
 
     @property
     def busy(self) -> bool:
-        """Whether copies are in progress."""
+        """Whether copies from the pool to host memory are in progress."""
         return bool(self._pending)
 
     def is_queued(self, hashes: Iterable[bytes]) -> bool:
@@ -172,8 +172,8 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the mark before which the pages of a batch were written: 1 for the last mark, 2 for the second last, 0
-        for none. A copy then waits only for the work before this mark (see `HostPages.offload`).
+        """Return which mark follows the writes of a batch's pages: 1 for the last mark, 2 for the second last mark, 0
+        for no mark. A copy then waits only for the work before this mark (see `HostPages.offload`).
 
         A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after its
         launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of a
@@ -247,7 +247,7 @@ class PageOffloader:
 
 
 def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
-    """Merge batches that differ only in their pages, to reduce the number of copies."""
+    """Merge batches that differ only in hashes and pages, to reduce the number of copies."""
     rows = pages = np.concatenate([batch.rows for batch in batches])
     if any(batch.pages is not batch.rows for batch in batches):
         pages = np.concatenate([batch.pages for batch in batches])

@@ -80,8 +80,8 @@ class TimeModel:
 def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
-    """Return the smallest number of blocks n for which computing the first n blocks takes at least as
-    long as loading the others.
+    """Return the smallest number n for which computing the first n blocks takes at least as long as loading the other
+    blocks.
 
     `compute_seconds(n)` must not decrease with n, and `load_seconds(n)` must not increase. Calls them O(log blocks)
     times.

@@ -137,9 +137,9 @@ class TierLoader:
         )
 
     def tokens_to_compute(self, job: LoadJob, inflight_seconds: float | None, now: float) -> int | None:
-        """Return how many tokens the request computes from `computed_to` on before the next decision. 0 means that
-        it waits for pages. None means that no further page will arrive. `inflight_seconds` is the remaining time of
-        its in-flight step.
+        """Return how many tokens the request of `job` computes next, from `job.computed_to` on. 0 means that the
+        request waits for pages. None means that no further page will arrive. `inflight_seconds` is the remaining time
+        of the in-flight step.
         """
         if job.copy is not None or not self.transfers.queues:
             return None
@@ -187,8 +187,8 @@ class TierLoader:
     def _start(self, job: LoadJob) -> None:
         """Request the pages of a job from tiers, in chunks.
 
-        If the request must load all pages, they form one chunk. Otherwise the chunks begin at `_first_token`, because
-        the request computes the tokens before it meanwhile.
+        If the request must load all pages, these pages form one chunk. Otherwise the first chunk begins at
+        `_first_token`, because the request computes the earlier tokens meanwhile.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
@@ -236,10 +236,13 @@ class TierLoader:
             self._request_chunk(job, missing, chunk, first // block * block)
 
     def _first_token(self, job: LoadJob) -> int:
-        """Return the first token to load, well before the position where loading and computing are expected to meet.
+        """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
+        computed from its start. The result is halfway from the cached prefix to the position where both are expected
+        to meet.
 
-        Return the end of the load plan if loading would save no time. Return the end of the cached prefix, so that all
-        pages are loaded, if the request can wait or if too little was measured.
+        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan, so nothing is
+        loaded. If the request can wait or must not be stored, or if too little was measured, returns the end of the
+        cached prefix, so all missing pages are loaded.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -305,11 +308,11 @@ class TierLoader:
     def _max_lost_seconds(self, job: LoadJob) -> float:
         """Return the seconds that a request may lose by waiting for pages.
 
-        | measured                    | limit                                                                                |
-        |-----------------------------|--------------------------------------------------------------------------------------|
-        | no prefill                  | a twentieth of the longest deadline; 0 if the load is estimated to take longer       |
-        | prefill, no load            | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS    |
-        | both                        | as above; at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS    |
+        | measured so far                         | seconds that the request may lose                                                           |
+        |-----------------------------------------|---------------------------------------------------------------------------------------------|
+        | neither prefill nor load, or only loads | a twentieth of the longest deadline; 0 if the load is estimated to take longer              |
+        | prefill, but no load of this job        | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS           |
+        | prefill and load                        | the same limit, but at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS |
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
@@ -324,8 +327,9 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages as one chunk that begins at token `first`. A page is given as (index in `missing`, index inside
-        that entry). Pages that another job already loads are not requested twice, and both jobs wait for that transfer.
+        """Request pages as one chunk that begins at token `first`. A page is given as (i, j): page j of the group
+        `missing[i]`. Pages that another job already loads are not requested twice, and both jobs wait for that
+        transfer.
         """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}
@@ -352,6 +356,6 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers, one entry per run of their layer group."""
+        """Return missing pages as objects for tiers, one batch of objects per run of the pages' layer group."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

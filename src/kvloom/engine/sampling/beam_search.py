@@ -106,8 +106,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of its most likely tokens each beam must offer. At least `width` of them are then not end
-        tokens.
+        """Return how many tokens each beam must offer, its most likely tokens first. At least `width` of these tokens
+        are then not end tokens.
         """
         return width + max(width, ends)
 
@@ -142,8 +142,8 @@ class BeamSearch(Generic[S]):
         return found
 
     def finish(self) -> None:
-        """Write the best texts into the slots, best first. If there are fewer texts than slots, which can happen in
-        a small vocabulary, the last slots stay empty.
+        """Write the best texts into the slots, best first. With a small vocabulary there may be fewer texts than
+        slots. The last slots then stay empty.
         """
         for slot in self.slots[len(self._finished) :]:
             slot.tokens, slot.logprobs = list(slot.prompt), []
@@ -155,7 +155,7 @@ class BeamSearch(Generic[S]):
 
     @property
     def endings(self) -> list[Finish]:
-        """The finish reasons of the slots."""
+        """The finish reason of each slot, in the order of the slots."""
         found: list[Finish] = [finished.why for finished in self._finished]
         return found + ["length"] * (len(self.slots) - len(found))
 

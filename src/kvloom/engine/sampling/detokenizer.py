@@ -141,7 +141,7 @@ class TextStream:
         return bool(found)
 
     def _possible_stop(self, window: str) -> str:
-        """Return the longest end of `window` that may begin a stop text."""
+        """Return the longest suffix of `window` that is the start of a stop text."""
         longest = max(map(len, self._stops), default=0)
         for size in range(min(longest - 1, len(window)), 0, -1):
             if any(len(stop) > size and stop.startswith(window[-size:]) for stop in self._stops):

@@ -549,8 +549,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return a grammar of the tenant with the most grammars in the list: the one that comes last. If several
-        tenants have equally many, return the last grammar of all these tenants.
+        """Return the last grammar in the list of the tenant that has the most grammars in the list. If several
+        tenants have equally many, return the last grammar of any of these tenants.
         """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
@@ -646,7 +646,7 @@ class _Parent:
         self.close = weakref.finalize(self, _ended, self.control, process)
 
     def fork(self, key: int) -> socket.socket:
-        """Fork a child and return the socket to it."""
+        """Fork a child for the grammar `key`, and return the socket to the child."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):  # if the parent has ended, `read_exits` raises
             socket.send_fds(self.control, [COMMAND.pack(b"F", key)], [theirs.fileno()])

@@ -93,7 +93,8 @@ def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) ->
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make some tokens of some rows impossible, in place."""
+    """Set the logits of some tokens of some rows to minus infinity, in place, so that these tokens are never
+    sampled."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:

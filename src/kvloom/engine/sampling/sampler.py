@@ -218,8 +218,8 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return the smallest logit that each row may sample ([rows, 1]), computed from sorted logits, `top_k`, `top_p` and
-    `min_p`. If several tokens have this logit, all of them may be sampled.
+    """Return, for each row, the smallest logit of a token that the row may sample ([rows, 1]). It follows from the
+    sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have this logit, all of them may be sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)

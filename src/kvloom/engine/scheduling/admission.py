@@ -142,7 +142,8 @@ class Admission:
         )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Return the projected growth of `requests` as three arrays. A request comes as in `_pages_of`.
+        """Return the projected growth of `requests` as three arrays. Each request is given as (request, tokens with
+        pages, cached tokens), as in `_pages_of`.
 
         | array         | contents                                                                                  |
         |---------------|-------------------------------------------------------------------------------------------|

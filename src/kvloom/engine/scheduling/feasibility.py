@@ -33,7 +33,8 @@ class Feasibility:
         """Raise ValueError for a request that can never run. Return whether the request needs cold pages at its largest
         length.
 
-        If the pool can grow to `reachable_slabs` slabs, this size counts instead of its present size.
+        If the pool can grow to `reachable_slabs` slabs, this number counts instead of the pool's present number of
+        slabs.
         """
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
@@ -63,8 +64,8 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If the pool can
-        grow to `reachable_slabs` slabs, this size counts.
+        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If the pool
+        can grow to `reachable_slabs` slabs, this number counts instead of the pool's present number of slabs.
         """
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
@@ -77,7 +78,7 @@ class Feasibility:
 
     def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
         """Return the reason why a request of `length` tokens cannot run with cold pages, as the end of an error
-        message. Return None if it can.
+        message. Return None if the request can run.
 
         The request may use `limit` bytes of the pool, and needs at least `slabs` slabs."""
         layout = self.cache.layout
@@ -121,8 +122,8 @@ class Feasibility:
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
         """Return the length at which a request has the most image pages in use, and the token counts of these images.
 
-        If image pages stay in use after the prompt, this is the end of the request, with all its images. Otherwise it
-        is the end of the last image, with the largest image.
+        If image pages stay in use after the prompt, the length is the end of the request, with the token counts of
+        all images. Otherwise the length is the end of the last image, with the token count of the largest image.
         """
         images = request.images
         if images is None:
@@ -142,9 +143,10 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
-        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has an
-        entry for each length from 1 to `length`, because the number can be larger at a shorter length. Without windows
-        it has one entry, for `length`. With `most_full`, at most this many blocks of full attention are counted."""
+        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has
+        one value for each length from 1 to `length`, because a shorter sequence can use more pages. Without windows,
+        an array has one value, for `length`. With `most_full`, at most this many blocks of full attention are
+        counted."""
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

@@ -57,8 +57,8 @@ class Lookahead:
         """Make a running prompt take checkpoints where queued requests diverge from it. Call this before each chunk of
         the prompt, because new requests may have arrived.
 
-        If tiers have pages up to a later position but no checkpoint there, a checkpoint is taken there too. Does
-        nothing for models without windows and states, because they can resume at any position.
+        If tiers have pages up to a later position but lack its checkpoint, the prompt also takes a checkpoint at that
+        position. Does nothing for models without windows and states, because they can resume at any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
@@ -91,8 +91,8 @@ class Lookahead:
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
         """Return whether a waiting request should wait for a checkpoint that another prompt takes in this step.
 
-        This holds if the request could resume there, later than at `resume`, its present resume position. Costs one
-        comparison per announced position.
+        It should wait if it could resume at this checkpoint, and the checkpoint is later than `resume`, the present
+        resume position of the request. Costs one comparison per announced position.
         """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):

@@ -249,8 +249,9 @@ class Scheduler:
         """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
         `below` are considered.
 
-        A request is deferred if another request computes or loads its next block (`next_blocks`), or will take a
-        checkpoint at which it can resume. No page is therefore computed or loaded twice.
+        A request stays in the queue if another request computes or loads its next block (`next_blocks`). It also
+        stays if another request will take a checkpoint at which it can resume. No page is therefore computed or
+        loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -341,8 +342,8 @@ class Scheduler:
     def _share_out(self) -> None:
         """Compute the share of each active tenant. With one active tenant there are no shares.
 
-        If a tenant below its share has waiting requests that do not fit, preempt requests of tenants above their share,
-        at most MAX_PREEMPTED in a step.
+        If waiting requests of a tenant below its share do not fit, preempt requests of tenants above their share. At
+        most MAX_PREEMPTED requests are preempted in a step.
         """
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
@@ -366,9 +367,9 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the step limit does not allow all of them, each tenant gets a
-        part of the limit in proportion to its weight. Within a tenant, the requests that have waited longest come
-        first.
+        """Return the decoding requests of this step. If the step limit does not allow all decoding requests, each
+        tenant gets a part of the limit in proportion to its weight. Within a tenant, the requests that have waited
+        longest come first.
         """
         assert self.step_limit is not None
         most = self.step_limit.tokens
@@ -490,8 +491,9 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of a launched step that are on the host. If a request now has no uncomputed token, count
-        its next token as in flight.
+        """Count the tokens of a launched step as computed. Commit the tokens whose ids are already on the host.
+        `commit_tokens` commits the other tokens later. If all tokens of a request are now computed, count its next
+        token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -634,8 +636,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that starts to compute: the cached tokens, and where and why pool and tiers
-        had no more.
+        """Record the cache hit of a request that starts to compute: the number of cached tokens, the position at
+        which the hit ended, and the miss reason.
         """
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
@@ -770,10 +772,10 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any block
-        became cold. The request with the most blocks in the pool comes first. A request that may become long becomes
-        long here, if it has more blocks in the pool than admission projects. If the tenant's quota is exhausted, only
-        requests of this tenant are candidates."""
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
+        block became cold. The long request with the most blocks in the pool loses blocks first. A request that may
+        become long becomes long here, if it has more blocks in the pool than admission projects. If the tenant's
+        quota is exhausted, only requests of this tenant are candidates."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False
@@ -797,8 +799,8 @@ class Scheduler:
         return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request, in addition to those of
-        running requests at their expected lengths."""
+        """Return whether host memory has space for the cold pages of a long request. The cold pages of running
+        requests at their expected lengths are counted, too."""
         others = [one for one in self.running if one.is_long]
         if self.offload is None or self.offload.cold is None or not others:
             return self.offload is not None and self.offload.cold is not None
@@ -823,9 +825,9 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Handle a request that lacks pages although no other request runs. First let it become long, if host memory
-        allows it. If it cannot, run it once more without the cache, because shared cached pages may prevent eviction.
-        If that also fails, finish it with the reason "no_room".
+        """Handle a request that lacks pages although no other request runs. First let the request become long, if
+        host memory has space for its pages. If it cannot become long, run it once more without the cache, because
+        shared cached pages may prevent eviction. If it still lacks pages, finish it with the reason "no_room".
         """
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
@@ -838,7 +840,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, save: bool = True) -> None:
         """Release the pages of a running request and let it wait again. With `save`, the pages of a long request are
-        first copied to host memory. Without, its pages may be invalid.
+        first copied to host memory. Do not set `save` if the pages may be invalid.
         """
         assert request.sequence is not None
         parked = request.parked
@@ -862,8 +864,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running -= 1
 
     def _close(self, request: Request, sequence: Sequence) -> None:
-        """Close a sequence. If recurrent states lack the last tokens of a finished request, the next step first
-        computes them, so that later prompts can resume at its end.
+        """Close a sequence. If the recurrent states of a finished request lack its last tokens, the sequence stays
+        open, and the next step computes these tokens. Later prompts can then resume at the end of the request.
         """
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
             replayed = sequence.length - sequence.state_length

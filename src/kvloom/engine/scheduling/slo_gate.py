@@ -131,8 +131,8 @@ class SloGate:
     def _own_work(
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
-        """Return the work of a prompt: its tokens without hits in pool and tiers, and the seconds to load the hits from
-        tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
+        """Return the work of a request's prompt: the number of tokens that neither pool nor tiers have, and the
+        seconds to load the hits from tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
         """
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
@@ -190,9 +190,9 @@ class SloGate:
     def _split_queue(self, request: Request) -> tuple[list[Request], list[Request]]:
         """Return the waiting requests that are probably scheduled before a request, and all others.
 
-        In the same tenant, requests with a smaller rank come before the request. Of another tenant, requests come
-        before it until their tokens exceed T * (weight of the other tenant / weight of this tenant). T is the number of
-        tokens that this tenant computes up to the request, including the request.
+        Requests of the same tenant come before `request` if their rank is smaller. Let T be the number of tokens that
+        these requests and `request` must compute. Requests of another tenant come before `request` until they must
+        compute more than T * (weight of the other tenant / weight of this tenant).
         """
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 __all__ = ["LEAST_TOKENS", "SHARED_SECONDS", "StepLimit"]
 
 SHARED_SECONDS = 0.1
-"""Target time, in seconds, of the prompt tokens of a step, and of its decoding requests."""
+"""Target time, in seconds, for the prompt tokens of a step, and separately for its decoding requests."""
 LEAST_TOKENS = 64
 """The limit is a multiple of this number of tokens. Steps with fewer tokens are not measured, because they take a
 nearly constant time."""

@@ -46,8 +46,8 @@ class TenantQueue:
         return self.service, self.running / self.weight
 
     def head(self) -> Request | None:
-        """Return the next request. Return None if no request waits, or if the last token of the next request has
-        not arrived. Drops finished requests.
+        """Return the tenant's next request, and drop finished requests before it. Return None if no request waits, or
+        if the last token of the next request has not arrived on the host.
         """
         while self.heap:
             request = self.heap[0][1]

@@ -105,7 +105,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that is off: the steps since then, and the number and mean acceptance of the requests at that time."""
+    """A proposer that the controller turned off. It has the number of steps since then, and the number and mean
+    acceptance of the requests at that time."""
 
     requests: int
     acceptance: float
@@ -131,8 +132,9 @@ class Controller:
         )
 
     def step_begins(self, estimates: Sequence[dict[str, float]]) -> None:
-        """Count a step. Decide again about a proposer that is off, if the number of requests has doubled or halved,
-        or if their mean acceptance is higher by RISE. `estimates` are the estimates of each request, by proposer."""
+        """Count a step. The controller decides again about a proposer that is off in two cases: the number of
+        requests has doubled or halved, or their mean acceptance has risen by RISE. `estimates` are the estimates of
+        each request, by proposer."""
         self._since_plain += 1
         for name, off in list(self._off.items()):
             off.steps += 1

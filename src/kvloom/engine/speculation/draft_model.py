@@ -12,8 +12,8 @@ A draft of k tokens takes k runs of the draft model. The tokens stay on the devi
 
     run 1: the request's last token → d1     run 2: d1 → d2     …     run k: dk-1 → dk
 
-Draft tokens are sampled with the target's parameters and noise, so that both models choose the same token where their
-distributions agree.
+Draft tokens are sampled with the same parameters and noise as the target's tokens. If the distributions of both
+models agree, both models choose the same token.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class DraftModelProposer:
             request.draft_missing = None
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If a whole draft was accepted, record that the draft model has not computed the last token of the draft."""
+        """If all tokens of a draft were accepted, record that the draft model lacks the last token of the draft."""
         if own and accepted == drafted and not self._complete:
             self._lacks(request, request.computed - 1)
 

@@ -154,8 +154,8 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return a draft that is cut after the first token that ends the output. With a grammar, it is cut before this
-        token, and the masks at its positions are requested.
+        """Return the draft `tokens`, cut after the first token that ends the output. With a grammar, the draft is cut
+        before this token, and the grammar masks after each draft token are requested.
         """
         params, structure = request.params, request.structure
         ends = self.ends | set(params.stop_token_ids)

@@ -72,7 +72,7 @@ class TokenIndex:
         """Find the longest occurrence of the end of `tail` in the index. Return the position after it and its length in
         tokens, or (0, 0) if there is none.
 
-        `own` means that `tail` is the end of the indexed tokens themselves. That occurrence does not count.
+        `own` means that `tail` is the end of the indexed tokens themselves. This last occurrence does not count.
         """
         if len(tail) < MIN_MATCH:
             return 0, 0

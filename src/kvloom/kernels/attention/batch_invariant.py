@@ -1,5 +1,5 @@
-"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans run Triton kernels on CUDA
-tensors.
+"""Batch-invariant attention. The result of a row (the queries of one sequence) is bit-identical in any batch. The
+plans run Triton kernels on CUDA tensors.
 
 | plan                        | rows                        | a result depends on                                          |
 |-----------------------------|-----------------------------|--------------------------------------------------------------|

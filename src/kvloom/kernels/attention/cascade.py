@@ -83,17 +83,18 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Return whether layers with this span should read shared runs only once."""
+    """Return whether layers with this visibility should read page ranges that several sequences share (shared runs)
+    once for all of them. Returns False for windows shorter than MIN_WINDOW_TOKENS."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
 def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
-    """Return the `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
+    """Return those of `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
 
-    `first` is the first visible token of each row. If the visible page ids of any member differ, the run is left out.
-    All deeper runs of its members are left out, too. The members then read these tokens alone.
+    `first` is the first visible token of each row. If the visible page ids of the members differ, the run is left
+    out. All deeper runs of these members are left out, too. Each member then reads the tokens of these runs alone.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()
@@ -125,8 +126,8 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """Return the first block from `column` to `end` in which the members' page ids differ or are missing. Return `end`
-    if there is none."""
+    """Return the first block from `column` to `end` in which the page ids of `members` differ or are 0. Return `end`
+    if there is no such block."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end

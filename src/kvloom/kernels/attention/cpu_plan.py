@@ -128,8 +128,8 @@ class CpuPlan(ReferencePlan):
     def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """Return the outputs, computed by the fastest path that supports the call. Return None if only the oracle
-        supports it."""
+        """Compute the outputs by the fastest path that supports the call, and return them. Return None if only the
+        oracle supports the call."""
         native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]
@@ -182,9 +182,9 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors for gathered attention. The first has the visible pages of all rows, padded to equal
-        numbers per row. The second is the mask that is added to the scores. The third has the gathered token positions
-        that their row does not see."""
+        """Return three tensors for gathered attention. The first has the page ids of the visible blocks of all rows,
+        padded to equal numbers per row. The second is the mask that is added to the scores. The third has the indices
+        of gathered tokens that their row does not see."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block

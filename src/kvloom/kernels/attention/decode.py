@@ -85,8 +85,9 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Plan a step. `starts` ([rows + 1]) contains the first query of each row in q, and `lengths` ([rows]) the
-        tokens of each row with its queries. Both are int32 on the device. Does not wait for the device."""
+        """Plan a step. `starts` ([rows + 1]) contains the index in q of each row's first query. `lengths` ([rows])
+        contains the number of tokens of each row, including its queries. Both are int32 on the device. Does not wait
+        for the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():

@@ -275,7 +275,8 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return the backend, the rows that the kernel over pages computes, and the rows that the backend computes."""
+        """Return three values: the backend, the rows that the kernel over pages computes, and the rows that the
+        backend computes."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
@@ -349,8 +350,8 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """If the step begins with many rows of one query, run these rows on the decode kernels. Return the number
-        of rows that ran."""
+        """If the step begins with many rows of one query, compute these rows with the decode kernels. Return the
+        number of these rows, or 0."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:

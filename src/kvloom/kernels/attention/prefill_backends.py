@@ -261,8 +261,9 @@ def span_list(
 ) -> Lists:
     """Return the block list for `attend_gathered`, longest blocks first.
 
-    The gathered K and V of each sequence begin at its entry of `bases` and have `tokens` tokens. The first
-    `context_lengths` tokens of them precede its queries. `rows` is the number of query rows of a block.
+    Each array has one value per sequence. The gathered K and V of a sequence begin at token `bases` and have `tokens`
+    tokens. The first `context_lengths` of these tokens precede the queries. `rows` is the number of query rows of a
+    block.
     """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows

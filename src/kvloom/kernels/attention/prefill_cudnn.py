@@ -51,8 +51,8 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages. `places` lists where the
-    queries of each sequence are in q. `first` is the first query of the batch."""
+    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages, and `places` the queries
+    of each sequence in q (tables of `triton_gathered`). `first` is the index of the batch's first query in q."""
 
     group: CudnnBatch
     copies: torch.Tensor

@@ -241,7 +241,8 @@ _FASTEST: dict[Hashable, str] = {}
 def measure_fastest(
     key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
 ) -> str:
-    """Return the name of the fastest candidate for `key`. The first call times all candidates and stores the result.
+    """Return the name of the fastest candidate for the size class `key`. The first call for a size class times all
+    candidates and stores the result.
 
     A candidate is excluded with a warning if it fails, or if its result differs from that of the first candidate.
     During graph capture nothing is timed or stored, and the first candidate is returned.

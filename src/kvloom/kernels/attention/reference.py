@@ -124,8 +124,8 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call, as arrays: the first query of each in q, its number of queries, its tokens before the
-    queries, and all its tokens."""
+    """The sequences of a call, as arrays with one value per sequence: the index in q of its first query, its number
+    of queries, its number of tokens before the queries, and its number of all tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -136,9 +136,9 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of rows, as parallel arrays. A piece has consecutive queries of one sequence (`row`). `query` is its
-    first query in q, and `position` the position of this query in the sequence. The piece sees `blocks` blocks from
-    `block` on."""
+    """The sequences of a call, split into pieces. Each array has one value per piece. A piece is `queries` consecutive
+    queries of the sequence `row`. `query` is the index of the first one in q, and `position` its position in the
+    sequence. The piece reads `blocks` blocks of the sequence, starting at block number `block`."""
 
     row: Ints
     query: Ints
@@ -149,7 +149,8 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Split every row with queries into pieces. If the scores of a row fit into the budget, the row is one piece."""
+    """Split every row with queries into pieces. A row is one piece if its scores fit into half of
+    MAX_BATCH_BYTES, or if it has at most MIN_PIECE_QUERIES queries."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
     most = (
@@ -193,14 +194,15 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the chosen pieces, ordered by query. A batch of all pieces then needs no reordering."""
+    """Return the pieces with the indices `chosen`, in ascending order. The outputs of a batch of all pieces then need
+    no reordering."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Return two arrays of shape [pieces, longest piece]: the index in q of every query, and whether the entry is a
-    query (else padding)."""
+    """Return two arrays of shape [pieces, queries of the longest piece]. The first has the index in q of every query.
+    The second is True for a query and False for padding."""
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
     return np.where(real, pieces.query[:, None] + step, 0), real

@@ -35,7 +35,7 @@ PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
 
 
 def plan_capacity(rows: int) -> int:
-    """Return the smallest plan capacity of at least `rows` rows."""
+    """Return the smallest of PLAN_CAPACITIES that is at least `rows`."""
     return next(capacity for capacity in PLAN_CAPACITIES if capacity >= rows)
 
 

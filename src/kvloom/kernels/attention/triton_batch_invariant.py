@@ -56,8 +56,8 @@ def _piece(
     BN: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax over the tokens [lo, hi) of one piece. Return its largest score (peak), its sum of weights
-    and its weighted sums of values."""
+    """Compute the softmax over the tokens of one piece that are in [lo, hi). Return, for each query row, the largest
+    score (peak), the sum of weights and the weighted sums of values."""
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc0 = tl.zeros([BM, DV0], tl.float32)

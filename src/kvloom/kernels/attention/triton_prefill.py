@@ -29,8 +29,8 @@ JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
-    """Compute one step of a running softmax in powers of two. Return the weights of the new scores, the factor for the
-    old sums, the new largest score (peak) and the new sum of weights.
+    """Compute one step of a running softmax in powers of two. Return four values: the weights of the new scores, the
+    factor for the old sums, the new largest score (peak) and the new sum of weights.
 
     With SCALED, the scores are already multiplied by the positive `factor`. Otherwise this function multiplies them.
     """

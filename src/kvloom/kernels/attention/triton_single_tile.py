@@ -42,8 +42,8 @@ stages."""
 
 @triton.jit
 def _peek(pointer):
-    """Read an int32 of the list. On a GPU this uses inline assembly. A pipelined loop would move `tl.load` several
-    stages ahead, but the next address depends on this value."""
+    """Read an int32 of the work list. On a GPU this uses inline assembly. A pipelined loop would move `tl.load`
+    several stages ahead, but the next address depends on the value that this function reads."""
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -54,7 +54,7 @@ def _peek(pointer):
 
 @triton.jit
 def _store_here(pointers, values, ok):
-    """Store values directly from registers, a few bytes each. `ok` marks the values to store.
+    """Store `values` directly from registers to `pointers`, a few bytes each. `ok` marks the values to store.
 
     A tile stores few values at its end. A store through shared memory would need barriers, and memory that the loop
     needs for its buffers.
@@ -91,8 +91,8 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Process one lane's units for one KV head. `triton_work_list` defines lanes and units. `SINGLE` states that every
-    segment has one query.
+    """Process one lane's units for one KV head (the module `triton_work_list` defines lanes and units). `SINGLE`
+    states that every segment has one query.
 
     Results of whole tiles are written to OUT, and results of pieces of split tiles to PART, as in `attend_tiles`.
     """

@@ -80,8 +80,8 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Process one lane's units for one KV head. `triton_work_list` defines lanes, tiles and units. With DIRECT,
-    results of whole tiles are written to OUT. All other results are written to PART.
+    """Process one lane's units for one KV head (the module `triton_work_list` defines lanes, tiles and units). With
+    DIRECT, results of whole tiles are written to OUT. All other results are written to PART.
 
     With SHARED, MEMBERS lists the queries of a tile. Otherwise they are consecutive in q. SCALES is 0 for pages
     without scales, 1 for one scale per head, 2 for one scale per token and head. With PHASES, units that every row

@@ -243,9 +243,11 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Add the products of the high and the low parts from `two_parts`. `x` is [A, 2 * B], with the two products of
-    each number adjacent. In int8, the result is an integer that is LOW_INT8 times too large. It is below 2^31 for 256
-    products."""
+    """Undo the split of `two_parts` after a matrix product. Returns the product with the unsplit operand, [A, B] in
+    float32. `x` is [A, 2 * B]: for each result, the product with the high part, then the product with the low part.
+
+    In int8, the result is LOW_INT8 times too large, because it is the integer high * LOW_INT8 + low. With sums of at
+    most 256 products, this integer is below 2^31."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)

@@ -73,8 +73,12 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the segments that have work to the work list, in order, and find the first segment of each lane. Writes to
-    `places` the index of each segment in the list, or -1 for a segment without work."""
+    """Write the segments that have work to the work list, in order.
+
+    The outputs are: `segments`, the work list. `places`, the index of each segment in the work list, or -1 for a
+    segment without work. `firsts`, the first segment of each lane. `totals`, three numbers: all units of work, the
+    units of one lane, and the number of segments with queries but no keys.
+    """
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
     tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)
@@ -109,8 +113,9 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make one segment per sequence: the tokens that its queries see. With BEGIN, shared segments cover the first
-    tokens, and the segment starts at `begin`. Run by one program, once per step."""
+    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
+    shared segments cover the first tokens, and the segment of a sequence starts at its value in `begin`. Also writes
+    `tokens`, the fields of each query token. Run by one program, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -136,11 +141,11 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shorten the `given` segments to the tokens that the windows of their members see, and write them to `seen`. A
-    segment then starts at the first token that any member sees.
+    """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to `seen`.
+    A member is a query that reads the segment. A shortened segment starts at the first token that any member sees.
 
-    The segment uses the block table of that member, because only its table still has all these pages. Run by one
-    program per segment.
+    The shortened segment uses the block table of the member that sees this token. Only this block table still has all
+    pages of the segment. Run by one program per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -171,8 +176,11 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is the number
-    of segments, in device memory."""
+    """Make the work list of the segments in `given`. This array is [capacity, 5], with the columns row, lo, hi, count
+    and first. `number` points to the number of segments, in device memory.
+
+    The outputs are `segments` (the work list), `places`, `firsts` and `totals`, as in `_lay_out`.
+    """
     at = tl.arange(0, CAPACITY)
     ok = at < tl.load(number)
     source = given + at * 5
@@ -296,8 +304,9 @@ def plan_sources(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the segments that contain results of each query token: first its own segment, then its shared segments.
-    Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are its number of units (0 for none), the
-    units before it, the tiles before it, and the index of the token in the segment.
+    Writes SOURCES [tokens, 1 + depth, 4]. A segment has four numbers: its number of units (0 for no segment), the
+    number of units before the segment, the number of tiles before the segment, and the index of the token in the
+    segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first query
     in that segment.

@@ -155,10 +155,10 @@ class LayerCall:
         A tile whose tokens were all read by one program has a final result. With `direct`, final results are written
         to `out`. All other results are partial, and are written to `work.parts`.
 
-        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the first
-        visible token, 3 both. `members` contains the indices of the queries that read a shared run. Without `members`,
-        the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the launch before
-        it, and ends after it.
+        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the
+        first visible token, 3 both. `members` contains the indices of the queries that read a shared run. Without
+        `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the
+        previous launch, and ends after that launch.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale

@@ -310,8 +310,8 @@ def _move(
     target_ids: torch.Tensor | None,
     programs: int | None = None,
 ) -> None:
-    """Copy rows with a kernel on the current stream. The ids are on the device. Without ids, the first rows are
-    copied."""
+    """Copy row `source_ids[i]` of `source` to row `target_ids[i]` of `target`, with a kernel on the current stream.
+    The ids are on the device. Without ids, row i is used."""
     from .triton_copy import move
 
     device = source.device if source.is_cuda else target.device

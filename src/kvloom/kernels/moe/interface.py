@@ -56,7 +56,7 @@ TILES = (
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
 """Tiles by the mean number of pairs per expert. With few pairs, reading weights takes most of the time. A tile then
-has twice as many rows as an expert has pairs on average, so that weights are usually read once."""
+has twice as many rows as the mean number of pairs per expert, so that weights are usually read once."""
 CHUNKS = (512, 4096)
 """Number of pairs that one program sorts."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)

@@ -236,8 +236,8 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort the pairs into tiles of one expert each. Writes three results: `rows` is the pair of each row (-1 for an
-    unused row), `owners` is the expert of each tile, and `tiles` is the number of tiles."""
+    """Sort the pairs into tiles of one expert each. Writes three results. `rows` is the pair of each row (-1 for an
+    unused row). `owners` is the expert of each tile. `tiles` is the number of tiles."""
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,

@@ -237,8 +237,8 @@ def time_steps(
 
 
 def _recur(decay: torch.Tensor, drive: torch.Tensor, state: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Compute state = decay * state + drive along dimension 1. Writes every state to `seen` and returns the last
-    one."""
+    """Compute state = decay * state + drive for one token after the other (dimension 1). Writes every state to `seen`
+    and returns the last state."""
     for t in range(seen.shape[1]):
         state = torch.addcmul(drive[:, t], decay[:, t], state, out=seen[:, t])
     return state.clone()
@@ -334,8 +334,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the first state of every row. The state of a fresh row is zeros. It is set to zeros and not
-    multiplied by zero, because an unwritten page may contain NaN."""
+    """Return a copy of the first state of every row. The state of a fresh row is set to zeros. Multiplying the page
+    by zero would not work, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()

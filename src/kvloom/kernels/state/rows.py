@@ -79,14 +79,15 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether all rows run token by token. This holds for short rows, and for rows with `stored`."""
+        """Whether the kernels compute all rows token by token. This is true if every row has at most STEP_TOKENS
+        tokens, or if `stored` is set."""
         return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
-        """Return rows of `tokens` tokens each that read and write the same slots.
+        """Return rows of `tokens` tokens each. Row i reads and writes the state in page `slots[i]`.
 
-        A row with slot 0 is padding. It starts from zeros and stores nothing.
+        A row with page 0 is padding. It starts from zeros and stores nothing.
         """
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
         return cls(starts, slots, slots, tokens)
@@ -105,7 +106,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
 
 
 def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every part has the given shape and is on the device of the rows."""
+    """Raise ValueError unless every tensor has its required shape and a float dtype, and is on the device of `rows`."""
     for name, (part, shape) in parts.items():
         if part is None:
             continue

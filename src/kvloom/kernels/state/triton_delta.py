@@ -65,7 +65,7 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return 1 / Euclidean length of every row of a tile."""
+    """Return 1 / (Euclidean length) of every row of the tile `x`."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
@@ -158,8 +158,9 @@ def state_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first state of every chunk and the last state of the row. On entry, `u` has the results of
-    `solve_kernel`. On return, it has the corrections."""
+    """Compute the state at the start of every chunk (to `chunk_states`), and the state after the row's last token (to
+    `states`). Chunks run in order. On entry, `u` has T (beta v) from `solve_kernel`. On return, `u` has the corrected
+    values of the module docstring: T (beta v) - w S, where S is the state at the start of the chunk."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -254,8 +255,9 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """Load the inputs of one token: rows `line` of q and k (below `lines`), and columns `column` of v (below
-    `columns`). If `some` is true, also load decay and beta. Returns query, key, value, decay and beta."""
+    """Load the inputs of one token: the elements `line` of its query and key, and the elements `column` of its value.
+    Elements from index `lines` or `columns` on are 0. If `some` is false, a decay per head and beta are 0, too.
+    Returns query, key, value, decay (0 without DECAY) and beta (1 without BETA)."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)

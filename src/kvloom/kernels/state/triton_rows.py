@@ -43,16 +43,16 @@ values are therefore converted back to float32."""
 
 @triton.jit
 def row_of(starts, row):
-    """Return the first token of a row and its length. The first token is int64, because offsets of packed tokens
-    may exceed 2^31."""
+    """Return the index of a row's first token, and the number of tokens of the row. The index is int64, because
+    offsets of packed tokens may exceed 2^31."""
     start = tl.load(starts + row).to(tl.int64)
     return start, (tl.load(starts + row + 1) - start).to(tl.int32)
 
 
 @triton.jit
 def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the row of index `place`, and the number of the chunk in this row. A chunk after the end of the row is
-    empty."""
+    """Return the row of the chunk at `place`, and the number of this chunk in the row. `place` is the index of the
+    chunk in the launch grid. A chunk after the end of the row is empty."""
     index = tl.arange(0, SEARCH)
     begins = tl.load(starts + index, mask=index < sequences, other=0).to(tl.int32)
     before = (begins // CHUNK + index <= place) & (index < sequences)
@@ -62,7 +62,7 @@ def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
 
 @triton.jit
 def first_place(starts, row, CHUNK: tl.constexpr):
-    """Return the index of a row's first chunk."""
+    """Return the place of a row's first chunk. A place is the index of a chunk in the launch grid."""
     return tl.load(starts + row).to(tl.int32) // CHUNK + row
 
 
@@ -121,7 +121,7 @@ def places(rows: StateRows, tokens: int, chunk: int) -> int:
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many starts a program reads to find its row. The result is one of a few widths, so that few
+    """Return how many row starts a program reads to find its row. The result is one of a few numbers, so that few
     kernels are compiled.
     """
     return max(64, int(triton.next_power_of_2(rows.sequences)))

@@ -44,10 +44,11 @@ def write(
 ) -> None:
     """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
 
-    K and V are quantised for int8 and fp8 pages. If the scales are in pages, each token and head gets its own scale
-    (amax / 127 or amax / 448, float32), which the call stores in the page. With static scales, values are clamped to
-    the range. Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference
-    store the same bytes. The call does not detect two tokens with the same slot, or slots beyond the last page.
+    K and V are quantised for int8 and fp8 pages. If the scales are in pages, the call computes one float32 scale per
+    token and head (amax / 127 for int8, amax / 448 for fp8), and stores it in the page. With static scales, values
+    are clamped to the range. Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel
+    and reference store the same bytes. The call does not detect two tokens with the same slot, or slots beyond the
+    last page.
     """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):

@@ -149,8 +149,8 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write rows of K or V to their pages. SCALES is 0 for pages without scales, 1 for one scale per head, 2 for one
-    scale per token and head, which is stored in the page."""
+    """Write rows of K or V to their pages. SCALES is 0 for pages without scales, 1 for one scale per head, and 2 for
+    one scale per token and head. With 2, the scale is stored in the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0

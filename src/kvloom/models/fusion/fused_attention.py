@@ -172,7 +172,7 @@ class GpuFusedAttention(FusedAttention):
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """View [tokens, heads, dim] in the layout of modeling code: [1, heads, tokens, dim]."""
+    """Return x [tokens, heads, dim] as a view in the layout of modeling code: [1, heads, tokens, dim]."""
     return x.transpose(0, 1)[None]
 
 

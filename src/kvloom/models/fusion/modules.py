@@ -51,11 +51,11 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse every module that can be fused. Return the number of fused modules by kind. The call can be repeated. The
-    model must be on its device.
+    """Fuse every module of the model that can be fused. Return the number of fused modules by kind. The call can be
+    repeated. The model must already be on the device on which it will run.
 
-    All positions that the model will get must be below `limit`. If `limit` is 0, they are unknown, and rotary
-    embeddings are not replaced.
+    All token positions that the model will get must be below `limit`. If `limit` is 0, the positions are unknown, and
+    rotary embeddings are not replaced.
     """
     done: Counter[str] = Counter()
     with torch.no_grad():
@@ -357,7 +357,7 @@ def _fuse_projections(module: Any) -> bool:
 
 
 def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
-    """Return the projections with these names if all are plain linear layers, else None."""
+    """Return the submodules of `module` with these names if all of them are plain linear layers, else None."""
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None

@@ -6,12 +6,12 @@
 
 x is the head's own hidden state. For tokens that the target has not computed, x takes the place of h.
 
-| in the folder                        | meaning                                                                    |
-|--------------------------------------|----------------------------------------------------------------------------|
-| `fc`, `midlayer.*`, `norm`, `lm_head` | the weights above; the layer is a Llama layer with inputs of double size  |
-| `d2t`                                | target token - draft token, for each token of the draft vocabulary         |
-| `t2d`                                | which target tokens are in the draft vocabulary; not needed                |
-| `embed_tokens`                       | embeddings; without them those of the target                               |
+| in the folder                         | meaning                                                                                       |
+|---------------------------------------|-----------------------------------------------------------------------------------------------|
+| `fc`, `midlayer.*`, `norm`, `lm_head` | the weights above; the layer is a Llama layer with inputs of double size                      |
+| `d2t`                                 | difference between target token id and draft token id, for each token of the draft vocabulary |
+| `t2d`                                 | which target tokens are in the draft vocabulary; not needed                                   |
+| `embed_tokens`                        | embeddings of the head; if missing, the embeddings of the target are used                     |
 
 By default, hidden states are read after 2 layers of the target, after half of its layers, and before its last 3
 layers. The field `eagle_aux_hidden_state_layer_ids` of the config overrides this list. At the top level it contains

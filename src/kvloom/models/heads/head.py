@@ -72,8 +72,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return `module`, which is shared with the target, if the head has no other matrix. If the head has a matrix
-    `own` that differs, return a copy of the module with `own`."""
+    """Return the module that the head uses. If the head has its own matrix `own` that differs from the target's,
+    return a copy of `module` with this matrix. Otherwise return `module`, which is shared with the target."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

@@ -221,7 +221,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class with which transformers runs a config as a language model, and the part of the config for that
+    """Return the transformers class that runs a config as a language model, and the part of the config for this
     class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

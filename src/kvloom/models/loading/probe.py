@@ -82,7 +82,7 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
     ModelError with the reason if the model cannot run on pages. Modifies the model's config. Takes about 10 ms per
     layer.
 
-    `layers` is a function that returns the specs. It is called after the run.
+    `layers` is a function that returns the specs. `examine` calls this function after the run.
     """
     cache = _record_run(model)
     if not cache.attended and not cache.states:

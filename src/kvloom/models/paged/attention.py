@@ -52,8 +52,8 @@ def _operation(
 ) -> torch.Tensor:
     """`Pages.attend` as one operation in the graph of a compiler.
 
-    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order: each
-    operation reads only what it wrote itself or what earlier steps wrote, and its queries depend on the results of
+    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order. Each
+    operation reads only pages that it wrote itself or that earlier steps wrote. Its queries depend on the results of
     earlier operations.
     """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)

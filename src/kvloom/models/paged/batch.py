@@ -82,24 +82,24 @@ class ColdRows:
 class Batch:
     """The inputs of one step. The new tokens of all sequences are packed into one row, one sequence after another.
 
-    | field                 | meaning                                                                              |
-    |-----------------------|--------------------------------------------------------------------------------------|
-    | tables[group]         | page ids [runs, rows, blocks]                                                        |
-    | slots[group]          | write position of each token [runs, tokens]: `page * block_tokens + place`           |
-    | pages[group], places  | the two parts of a slot                                                              |
-    | last                  | index of each row's last token                                                       |
-    | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
-    | replayed              | one CUDA graph computes the step                                                     |
-    | bounds, sizes         | starts and lengths on the host; invalid if `replayed`: only the device has them      |
-    | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
-    | embeds                | embeddings in place of `tokens`, if the step has images                              |
-    | spans                 | image id of each token; tokens of one image see each other in both directions        |
-    | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
-    | seen                  | images that cross-attention layers read                                              |
-    | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
-    | drafts                | number of draft tokens at the end of each row; empty if no row has any               |
-    | longest               | if `replayed`: largest number of tokens of a row                                     |
-    | stored                | if `longest` > 1: tokens of each row after which recurrent layers store their state  |
+    | field                | meaning                                                                                     |
+    |----------------------|---------------------------------------------------------------------------------------------|
+    | tables[group]        | page ids [runs, rows, blocks]                                                               |
+    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`           |
+    | pages[group], places | page ids and places inside the page, from which the slots are computed                      |
+    | last                 | index of each row's last token                                                              |
+    | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks rows that begin without a state        |
+    | replayed             | whether one CUDA graph computes the step                                                    |
+    | bounds, sizes        | starts and lengths on the host; invalid if `replayed`: only the device has them             |
+    | shares               | whether some rows share pages (`Pages.set_shared_runs`)                                     |
+    | embeds               | embeddings that replace `tokens`, if the step has images                                    |
+    | spans                | image id of each token; tokens of one image see each other in both directions               |
+    | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                |
+    | seen                 | images that cross-attention layers read                                                     |
+    | cold                 | rows with cold blocks, which full-attention layers read from host memory                    |
+    | drafts               | number of draft tokens at the end of each row; empty if no row has any                      |
+    | longest              | if `replayed`: largest number of tokens of a row                                            |
+    | stored               | if `longest` > 1: number of tokens of each row after which recurrent layers store the state |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -132,8 +132,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The row of each token, and the number of tokens that it sees. None unless each row consists of one new token
-        and its drafts."""
+        """Two arrays: the row of each token, and the number of tokens that each token sees. None unless each row
+        consists of one new token and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -170,7 +170,7 @@ class _StepNumbers:
     drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """Return the numbers of both objects. Those of `other` come last."""
+        """Return the numbers of this object, followed by the numbers of `other`."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -234,7 +234,7 @@ class BatchBuilder:
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
-        needed only if the `source` of a work refers to one of them."""
+        needed only if the field `source` of a work refers to one of these tokens."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -309,7 +309,8 @@ class BatchBuilder:
         self._copy(block)
 
     def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids]:
-        """Return the parts of the numbers of `drafted(size)`: those of tokens, those of rows, and the starts."""
+        """Divide the uploaded numbers of `drafted(size)` into three parts: numbers per token, numbers per row, and
+        the starts of rows."""
         at = 4 * size
         return block[:at].reshape(4, size), block[at : -size - 1].reshape(-1, size), block[-size - 1 :]
 
@@ -467,7 +468,7 @@ class BatchBuilder:
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """Return the new block of each row (-1 for none) and the page ids of this block. If more than one block of a
-        row has changed, its table is uploaded here instead."""
+        row has changed, this method uploads the block table of the row, and returns -1 for the row."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -553,8 +554,8 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """Return the batch of the given numbers, in the order of `_StepNumbers.parts`. Gathers block tables and slots
-        on the device."""
+        """Return the batch that `numbers` describe. `numbers` has the order of `_StepNumbers.parts`. The device
+        gathers block tables and slots."""
         rows = len(sizes)
         ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = numbers
         ids, positions = ids.long(), positions.long()

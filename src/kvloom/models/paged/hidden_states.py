@@ -34,15 +34,16 @@ class HiddenStates:
         self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
 
     def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
-        """Write the states [tokens, size] of all tokens of a step, or only of the tokens with the indexes `at`."""
+        """Write hidden states [tokens, size] to pages: of all tokens of a step, or only of the tokens with the
+        indexes `at`."""
         pages, places = batch.pages[self._group][self._run], batch.places
         if at is not None:
             pages, places = pages[at], places[at]
         self._states[pages, places] = states.to(self._states.dtype)
 
     def before(self, batch: Batch) -> torch.Tensor:
-        """Return, for each token of a step, the state of the token before it: [tokens, size]. The first token of a
-        sequence gets zeros."""
+        """Return, for each token of a step, the hidden state of the token before it: [tokens, size]. The first token
+        of a sequence gets zeros."""
         count, block = len(batch.tokens), self._states.shape[1]
         packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
         rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)

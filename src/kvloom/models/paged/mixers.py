@@ -86,8 +86,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """The tokens of the step in two parts: those that are not drafts, and the drafts. Each part has the packed
-        indexes of its tokens, and the start of each row in the part."""
+        """The tokens of the step in two parts: tokens that are not drafts, and drafts. Each part has the packed
+        indexes of its tokens, and the index of each row's first token in the part."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):

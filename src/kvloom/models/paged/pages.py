@@ -193,7 +193,8 @@ class Pages(EmptyCache):
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that `update` stored for this layer. Raises ModelError if there are none."""
+        """Return the keys and values that `update` stored for this layer. Raises ModelError if `update` was not
+        called for this layer."""
         if self._new is None or self._new[0] != layer_idx:
             raise ModelError(
                 f"layer {layer_idx} attends, but has not written its keys and values just before"

@@ -135,8 +135,8 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Return all scales in a file or folder, by (layer number, part). The value is (name in the file, tensor). Also
-    return the dtype of the quantised values."""
+    """Return two values. The first maps (layer number, part of the layer) to (name in the file, scales), for all
+    scales in a file or folder. The second is the dtype of the quantised values."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}

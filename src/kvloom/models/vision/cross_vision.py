@@ -160,8 +160,8 @@ class CrossVision(Vision):
         return True
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it as an `Image`. The check is early, because a later error in the vision tower
-        would affect all requests of a step."""
+        """Check an image and return it as an `Image`. The image is checked here, because a later error in the vision
+        tower would affect all requests of a step."""
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)

@@ -96,7 +96,7 @@ class Vision:
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.bidirectional and slides else None
         self.encoder_runs = 0
-        """Number of times the tower ran."""
+        """Number of times that the vision tower ran."""
         self._counts: dict[object, int] = {}
 
     @staticmethod
@@ -134,12 +134,13 @@ class Vision:
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, the output
-        of the model's processor, or a result of `read_image`. Raises ValueError if prompt and images do not match.
+        """Assign `images` to the image placeholders of a prompt, in prompt order, and return them with their
+        positions. Each image is pixels, the output of the model's processor, or a result of `read_image`. Raises
+        ValueError if prompt and images do not match.
 
-        The first image of each shape is encoded here, because only the tower determines its token count. Embeddings
-        are stored per `tenant`, so that no tenant can find out whether another tenant used an image. `read` and
-        `store` state whether tiers are used.
+        The embeddings of the first image of each shape are loaded or computed here, because they determine the token
+        count of this shape. Embeddings are stored per `tenant`, so that no tenant can find out whether another tenant
+        used an image. `read` allows loading embeddings from tiers, and `store` allows writing them to tiers.
         """
         known = self._read_images(images, tenant, read, store)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
@@ -319,7 +320,8 @@ class Vision:
         return Image(inputs, digest.digest(), tenant)
 
     def _count(self, image: Image) -> int:
-        """Return the token count of an image, which depends only on shapes and grids."""
+        """Return the token count of an image. The count depends only on the shapes and grids of the inputs, so it is
+        computed once for each combination."""
         key = self._shape_key(image)
         if key not in self._counts:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())

@@ -251,8 +251,8 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint. Returns 0 if the template refuses the chat up to the
-    breakpoint.
+    """Return the number of prompt tokens before a cache breakpoint. Returns 0 if the template refuses the chat up to
+    the breakpoint.
 
     The chat up to the breakpoint and the whole chat are rendered. The result is the length of their common prefix in
     tokens.
@@ -308,7 +308,7 @@ def _fields(given: dict[str, Any]) -> MessagesFields:
 
 
 def _tools(given: Any) -> Any:
-    """Return the tools in the format of chats."""
+    """Return Anthropic's tools in the format of OpenAI's chat completions."""
     if not isinstance(given, list):
         return given
     tools = []
@@ -424,8 +424,8 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """If a block has `cache_control`, add a breakpoint after it. Raises ApiError for an invalid `cache_control`, or
-        for too many breakpoints.
+        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. Raises
+        ApiError for an invalid `cache_control`, or for too many breakpoints.
         """
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:

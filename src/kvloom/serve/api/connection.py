@@ -97,8 +97,8 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the head of a request. While uvicorn's own timeout between two requests runs,
-        this is False.
+        """Whether the server waits for the head of a request. This is False between two requests, where uvicorn's own
+        timeout applies.
         """
         cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None

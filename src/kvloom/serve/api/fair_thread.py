@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 
 class FairThread:
-    """Runs one function at a time. Before a waiting tenant, at most one function of each other tenant runs."""
+    """Runs one function at a time, for tenants in turn. While a tenant waits, at most one function of each other
+    tenant runs before its function."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -89,7 +89,8 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields, adapted to the model."""
+        """Return the fields of a request with the changes that depend on the model, such as a grammar for tool calls.
+        This default changes nothing. The chat endpoint overrides it."""
         return fields
 
     @abstractmethod
@@ -200,7 +201,7 @@ class GenerationEndpoint(ABC):
 
     @abstractmethod
     def response(self, request: CheckedRequest) -> ResponseBuilder:
-        """Return the builder of the response."""
+        """Return the object that builds the response to a request."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
         """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it sets no
@@ -223,7 +224,8 @@ class GenerationEndpoint(ABC):
         facts: Ready,
         started: float,
     ) -> list[Add]:
-        """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
+        """Return the messages to the engine: one `Add` message per prompt. Raises ApiError for the first invalid
+        prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
         made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
         return [
@@ -528,7 +530,7 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
     """Return how many of the last prompt tokens to keep, or None to keep all. `most` is the largest number of prompt
-    tokens. If the request has -1, return the largest number that leaves enough tokens for the output.
+    tokens. If the request asks for -1 tokens, return the largest number that leaves enough tokens for the output.
     """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens

@@ -118,7 +118,7 @@ class ResponsesBuilder(ChatResponse):
         return changes
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response object."""
+        """Return the response object of the Responses API, with the given status."""
         given, done = self._original, status != "in_progress"
         blocks = self._blocks.blocks if done else []
         last = len(blocks) - 1
@@ -156,7 +156,7 @@ class ResponsesBuilder(ChatResponse):
         }
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        """Return a block as an output item."""
+        """Return a block of the answer as an output item of the Responses API."""
         entry: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             entry |= {"type": "function_call", "call_id": block.first.id, "name": block.first.name}
@@ -244,7 +244,7 @@ def _chat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> Any:
-    """Return the tools in the format of chats."""
+    """Return the tools of a Responses request in the format of chat completions."""
     if not isinstance(given, list):
         return given
     tools = []

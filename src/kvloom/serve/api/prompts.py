@@ -92,13 +92,13 @@ class Prompt:
 class PromptLimits:
     """Limits of a prompt.
 
-    | field        | meaning                                                                               |
-    |--------------|---------------------------------------------------------------------------------------|
-    | `tokens`     | largest number of tokens                                                              |
-    | `vocab_size` | token ids must be below it                                                            |
-    | `keep`       | truncate the prompt to its last `keep` tokens; None keeps all                         |
-    | `characters` | largest number of characters; None derives it from `tokens`                           |
-    | `images`     | collects the images of the prompt; None refuses images                                |
+    | field        | meaning                                                                  |
+    |--------------|--------------------------------------------------------------------------|
+    | `tokens`     | largest number of tokens                                                 |
+    | `vocab_size` | size of the vocabulary; token ids must be smaller                        |
+    | `keep`       | number of tokens at the end of the prompt to keep; None keeps all tokens |
+    | `characters` | largest number of characters; None derives it from `tokens`              |
+    | `images`     | collects the images of the prompt; None refuses images                   |
     """
 
     tokens: int
@@ -316,7 +316,7 @@ class PromptEncoder:
         template: str | None,
     ) -> Prompt:
         """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit.
-        `template` is the request's own template, if any.
+        `template` is the request's own template, or None.
         """
         control = self._any_control if template else self._control
         assert self.tokenizer is not None and control is not None
@@ -432,7 +432,7 @@ class PromptEncoder:
         """Return the offset of each token's first character, and the offset after the last token. The first offset is
         `start`.
 
-        With `text`, offsets are positions in `text`, and a token whose text does not occur there, such as a special
+        With `text`, offsets are positions in `text`. A token whose text does not occur in `text`, such as a special
         token, has length 0. Several tokens that form one character have the same offset.
         """
         offsets, at = [], start
@@ -534,8 +534,8 @@ class _ContentForms:
 def _read_content(
     place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return the message with its content as one text or, with images, as a list of parts. Raises ApiError for other
-    content.
+    """Return `message` with its content as one text. With images, the content is a list of parts. Raises ApiError for
+    any other kind of content.
     """
     where = f"messages[{place}]"
     role = message.get("role")

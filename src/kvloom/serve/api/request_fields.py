@@ -526,7 +526,7 @@ def _too_much_structure() -> ApiError:
 def engine_error(message: str) -> ApiError:
     """Convert an error message of SamplingParams or the engine to an error response.
 
-    If the message starts with the name of a request field, `param` of the response is this field."""
+    If the message starts with the name of a request field, the field `param` of the response is this name."""
     word = _WORD.match(message)
     name = "" if word is None else word[0]
     if name == "json_schema":

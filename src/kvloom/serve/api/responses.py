@@ -170,7 +170,8 @@ class ResponseBuilder(ABC):
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields that choices of completions and of chats have in common. The text is in "text"."""
+        """Return a delta as a choice, with the fields that completions and chats share. The text of the delta is in
+        the field "text"."""
         index = self._index(delta)
         text = delta.text
         if self._echo and index not in self._sent_characters:

@@ -45,7 +45,7 @@ class ServedModel:
 
     @property
     def status(self) -> str:
-        """One of loading, ok, unloading, failed."""
+        """The state of the model: loading, ok, unloading or failed."""
         if self.error:
             return "failed"
         if self.is_unloading:

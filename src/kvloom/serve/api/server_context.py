@@ -29,8 +29,8 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`,
-    only requests to loopback names are accepted.
+    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`, the
+    server accepts only requests whose headers Host and Origin have loopback names (`check_host`).
     """
 
     keys: ApiKeys
@@ -128,7 +128,8 @@ class ServerContext:
         return known
 
     def check_host(self, request: Request) -> None:
-        """On a server without keys, raise ApiError 403 for a foreign Host or Origin.
+        """On a server without keys, raise ApiError 403 if the header Host or Origin has no loopback name. Origins in
+        `cors_origins` are accepted, too.
 
         Without this check, any web page could make a browser on this machine send requests."""
         if self.keys:

@@ -143,7 +143,7 @@ def _rendered(render: Any, asked: dict[str, Any]) -> bytes:
 
 
 def _read(file: Any) -> Any | None:
-    """Return the next frame, or None at the end."""
+    """Return the next frame from `file`, or None at the end of the file."""
     head = file.read(FRAME.size)
     body = file.read(FRAME.unpack(head)[0]) if len(head) == FRAME.size else b""
     return json.loads(body) if body else None

@@ -54,7 +54,7 @@ class _RenderBudget:
             )
 
     def add(self, characters: int) -> None:
-        """Count characters of the output."""
+        """Count characters of the output. Raises RenderError if the output exceeds a limit."""
         self._characters += characters
         self.check(self._characters)
         self.step()
@@ -220,8 +220,8 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """Return an upper bound of the number of characters that a method of str returns. Methods that cannot lengthen a
-    text return 0.
+    """Return an upper bound of the number of characters in the result of a method of str. Return 0 for a method that
+    cannot lengthen a text.
     """
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))

@@ -23,12 +23,12 @@ therefore use 4/5 of the limit. The same rule limits the bytes of bodies.
 class Caps:
     """Limits of one tenant. None means no limit.
 
-    | field      | limit                                                   |
-    |------------|---------------------------------------------------------|
-    | `answers`  | answers of one request: n or best_of, times prompts     |
-    | `open`     | open answers of the tenant, running or waiting          |
-    | `ttl`      | seconds of a request's `ttl`                            |
-    | `priority` | a request's `priority`                                  |
+    | field      | limit                                                                       |
+    |------------|-----------------------------------------------------------------------------|
+    | `answers`  | number of answers of one request: n or best_of, times the number of prompts |
+    | `open`     | number of open answers of the tenant, running or waiting                    |
+    | `ttl`      | largest `ttl` of a request, in seconds                                      |
+    | `priority` | largest `priority` of a request                                             |
     """
 
     answers: int | None = None
@@ -58,19 +58,19 @@ class Caps:
 class Limits:
     """Limits of one server.
 
-    | field                | limit                                                              |
-    |----------------------|--------------------------------------------------------------------|
-    | `body_bytes`         | one request body                                                   |
-    | `bodies`             | all bodies read or encoded, in multiples of `body_bytes`           |
-    | `answers`            | answers running or waiting                                         |
-    | `request_seconds`    | time to send the head of a request, and again for its body         |
-    | `read_seconds`       | time without reading from a stream                                 |
-    | `unread_characters`  | unread text of a stream                                            |
-    | `template_seconds`   | CPU time of the chat template for one request                      |
-    | `images`             | images of one request                                              |
-    | `image_bytes`        | encoded bytes of all images of one request                         |
-    | `image_pixels`       | pixels of all images of one request, before they are decoded       |
-    | `image_folders`      | folders, with links resolved, whose files requests may name        |
+    | field               | limit                                                                             |
+    |---------------------|-----------------------------------------------------------------------------------|
+    | `body_bytes`        | bytes of one request body                                                         |
+    | `bodies`            | bytes of all bodies that are being read or encoded, in multiples of `body_bytes`  |
+    | `answers`           | number of running and waiting answers                                             |
+    | `request_seconds`   | seconds in which a client must send the head of a request, and again for its body |
+    | `read_seconds`      | seconds for which a client may read nothing from a stream                         |
+    | `unread_characters` | characters of a stream that the client has not read                               |
+    | `template_seconds`  | CPU seconds of the chat template for one request                                  |
+    | `images`            | number of images of one request                                                   |
+    | `image_bytes`       | encoded bytes of all images of one request                                        |
+    | `image_pixels`      | pixels of all images of one request, before they are decoded                      |
+    | `image_folders`     | folders, with links resolved, whose files requests may name                       |
     """
 
     body_bytes: int = 8 << 20
@@ -140,8 +140,9 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
-    still admit. Tenants with many open answers are therefore refused first, and a new tenant is always admitted.
+    The server can still admit a number of answers. If several tenants share the server, a tenant may have at most
+    PRESSURE times this number of open answers. Tenants with many open answers are therefore refused first, and a new
+    tenant is always admitted.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

@@ -34,14 +34,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """Has one `DashboardState` for each served model, and takes their samples."""
+    """Has one `DashboardState` for each served model, and takes samples of all of them for the history."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._states: dict[ServedModel, DashboardState] = {}
 
     def of(self, served: ServedModel) -> DashboardState:
-        """Return the data of a model."""
+        """Return the `DashboardState` of a served model."""
         if served not in self._states:
             self._states[served] = DashboardState(self._context, served)
         return self._states[served]

@@ -47,8 +47,8 @@ class Samples:
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def increments(self, now: float, counters: Mapping[str, float]) -> tuple[float, dict[str, float]] | None:
-        """Return the seconds since the last sample, and the increase of each counter. Returns None for the first
-        sample."""
+        """Return the seconds since the last sample, and the increase of each counter since then. Returns None for the
+        first sample."""
         before, self._before, self._last = self._before, (now, counters), now
         if before is None:
             return None

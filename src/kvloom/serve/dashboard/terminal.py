@@ -303,8 +303,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield the branches below `at` with their depth, in tree order. Siblings with the most hits come first. An only
-    child has the same depth as its parent.
+    """Yield the branches below the branch `at`, each with its depth, in tree order. Siblings with the most hits come
+    first. An only child has the same depth as its parent.
     """
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:

@@ -23,18 +23,18 @@ MAX_RECORDS = 1000
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One HTTP request that generates.
+    """The record of one HTTP request that generates tokens.
 
-    | field                                | meaning                                                            |
-    |--------------------------------------|--------------------------------------------------------------------|
-    | `prompts`                            | tokens of each prompt, by the id it has in the engine              |
-    | `arrived`                            | wall-clock time of arrival                                         |
-    | `started`, `first_token`, `finished` | monotonic clock; 0 means "not yet"                                 |
-    | `finish_reasons`                     | of each finished answer                                            |
-    | `error_code`                         | of the error response, if any                                      |
-    | `progress`                           | the engine's latest report of each prompt                          |
-    | `request_id`                         | of the header x-request-id                                         |
-    | `refused_slo`                        | objective and prediction of a request that was refused for it      |
+    | field                                | meaning                                                                                  |
+    |--------------------------------------|------------------------------------------------------------------------------------------|
+    | `prompts`                            | number of tokens of each prompt, by the id of the prompt in the engine                   |
+    | `arrived`                            | wall-clock time of arrival                                                               |
+    | `started`, `first_token`, `finished` | times on the monotonic clock; 0 means "not yet"                                          |
+    | `finish_reasons`                     | finish reason of each finished answer                                                    |
+    | `error_code`                         | code of the error response, or None                                                      |
+    | `progress`                           | the engine's latest report on each prompt, by the same id as in `prompts`                |
+    | `request_id`                         | id of the HTTP request, from the header x-request-id                                     |
+    | `refused_slo`                        | objective and prediction, if the request was refused because it would miss the objective |
     """
 
     id: str
@@ -179,9 +179,9 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with the id `id_` or, if there is none, the newest record whose header x-request-id was
-        `id_`. Returns None if `tenant` may not see the record. If `tenant` is None, all records are visible.
-        O(records).
+        """Return the record with the id `id_`. If there is none, return the newest record whose request had the
+        header x-request-id `id_`. Returns None if `tenant` may not see the record. If `tenant` is None, all records
+        are visible. O(records).
         """
         found = self._ring.get(id_)
         if found is not None:

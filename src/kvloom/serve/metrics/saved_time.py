@@ -22,7 +22,7 @@ class SavedTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """The slope of the fitted line, at least 0. It is 0 while it is unknown."""
+        """The slope of the fitted line, at least 0. The value is 0 while the slope is unknown."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= MIN_SPREAD * self._n * self._xx:
             return 0.0

@@ -35,7 +35,7 @@ class EncodeWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work, or a message to send."""
+        """Whether `step` has work to do or a message to send."""
         return bool(self.encoder.waiting or self._rejected) or self._has_new_stats
 
     def poll_idle(self) -> None:
@@ -79,7 +79,7 @@ class EncodeWorker:
 
 
 def load_encode_worker(start: Start) -> tuple[EncodeWorker, Ready]:
-    """Load the image part of a model. Return its worker, and the message that it is ready."""
+    """Load the image part of a model. Return the encode worker, and the message that it is ready."""
     began = time.monotonic()
     tenants = [Tenant(one.name, one.quota, one.weight, one.firm) for one in start.tenants]
     config = engine_config(**start.settings, tenants=tenants)

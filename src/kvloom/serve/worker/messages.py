@@ -71,15 +71,15 @@ class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Options of the engine to load.
 
-    | field       | meaning                                                       |
-    |-------------|---------------------------------------------------------------|
-    | `cpu_dtype` | weight dtype on a CPU where `dtype` is "auto"                 |
-    | `threads`   | None: the engine's default                                    |
-    | `progress`  | show progress bars on stderr                                  |
-    | `observe`   | False: send neither stats nor request progress                |
-    | `settings`  | settings of the engine: arguments of `engine_config`          |
-    | `log_level`, `log_format` | of the engine process's log                                  |
-    | `share_bytes` | if models share memory: the size that the pool can always reach; else None |
+    | field                     | meaning                                                                               |
+    |---------------------------|---------------------------------------------------------------------------------------|
+    | `cpu_dtype`               | weight dtype on a CPU where `dtype` is "auto"                                         |
+    | `threads`                 | CPU threads of torch; None: the engine's default                                      |
+    | `progress`                | show progress bars on stderr                                                          |
+    | `observe`                 | False: send neither stats nor request progress                                        |
+    | `settings`                | settings of the engine: arguments of `engine_config`                                  |
+    | `log_level`, `log_format` | level and format of the engine process's log                                          |
+    | `share_bytes`             | if models share memory: number of bytes to which this pool can always grow; else None |
     """
 
     model: str
@@ -244,18 +244,18 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
 
     Times are on the monotonic clock. 0 means "not yet".
 
-    | field                       | meaning                                                                    |
-    |-----------------------------|----------------------------------------------------------------------------|
-    | `hits`                      | tokens found, by tier                                                      |
-    | `miss_position`             | the token at which the lookup stopped                                      |
-    | `miss_reason`               | one of the core's MISS_REASONS                                             |
-    | `evicted_at`, `policy`      | for evicted pages: when, and by which policy                               |
-    | `in_other_tenant`           | another tenant has more of this prompt                                     |
-    | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
-    | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
-    | `draft_tokens`              | tokens proposed by speculation for all answers                             |
-    | `accepted_tokens`           | number of `draft_tokens` that were accepted                                |
-    | `slo`                       | objective, prediction and outcome, if it has an objective: `SloState.report` |
+    | field                  | meaning                                                                                |
+    |------------------------|----------------------------------------------------------------------------------------|
+    | `hits`                 | number of cached prompt tokens, by tier                                                |
+    | `miss_position`        | the token at which the lookup stopped                                                  |
+    | `miss_reason`          | one of the core's MISS_REASONS                                                         |
+    | `evicted_at`, `policy` | if the missing pages were evicted: time of the eviction, and name of the policy        |
+    | `in_other_tenant`      | whether another tenant has more cached tokens of this prompt                           |
+    | `loads`                | loads from tiers: tier, start, end, tokens                                             |
+    | `prompt_tokens`        | for a prompt with images: number of prompt tokens with expanded placeholders           |
+    | `draft_tokens`         | number of draft tokens that were proposed, for all answers                             |
+    | `accepted_tokens`      | number of `draft_tokens` that were accepted                                            |
+    | `slo`                  | objective, prediction and outcome (`SloState.report`), if the request has an objective |
     """
 
     id: int
@@ -282,9 +282,9 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
-    and found, its evicted entries, its running and waiting requests, and its bytes in each tier that divides its
-    capacity."""
+    """The usage of one tenant. `used` is the number of pool bytes of all its pages, and `in_use` of the pages of its
+    running requests. Other fields count its tokens looked up and hit, its evicted entries, and its running and
+    waiting requests. The last field is its bytes in each tier with tenant shares."""
 
     used: int = 0
     in_use: int = 0
@@ -317,25 +317,25 @@ class TierUsage(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters of the engine and its cache since the engine started.
 
-    | field                       | meaning                                                                    |
-    |-----------------------------|----------------------------------------------------------------------------|
-    | `fragmented_bytes`          | free pages in slabs that other pages occupy                                |
-    | `unused_tokens`             | tokens with allocated space that are not computed yet                      |
-    | `miss_reasons`              | lookups by the reason of their end                                         |
-    | `evicted`                   | evictions by kind of entry                                                 |
-    | `hit_pages`                 | pages found, by kind of layer                                              |
-    | `eviction_age`, `reuse_age` | seconds since the last use, of evicted and of hit entries                  |
-    | `drafts`, `draft_seconds_saved` | verified drafts; estimated seconds that they saved                     |
-    | `proposed_tokens`, `accepted_tokens` | draft tokens by position in their draft                           |
-    | `speculation`               | the last decision about each proposer, and why                             |
-    | `offload`                   | counters of the offload manager                                            |
-    | `role`                      | both, prefill, decode or encode                                            |
-    | `encoding`                  | counters of `EncodingStats`, or of `EncoderStats` in an encode worker      |
-    | `tier_faults`               | failures: tier, operation, outcome, count                                  |
-    | `slo`                       | requests with an objective, by verdict: admit, defer, refuse                |
-    | `slo_ttft_ratio`, `slo_tbt_ratio` | actual divided by predicted time, of admitted requests                |
-    | `step_times`                | coefficients of `core.StepTimes`; empty before enough steps were measured  |
-    | `needs_growth`              | an open request needs more pages than the pool has                          |
+    | field                                | meaning                                                                              |
+    |--------------------------------------|--------------------------------------------------------------------------------------|
+    | `fragmented_bytes`                   | bytes of free pages in slabs that also have other pages                              |
+    | `unused_tokens`                      | number of tokens with reserved pages that are not computed yet                       |
+    | `miss_reasons`                       | number of lookups by miss reason                                                     |
+    | `evicted`                            | number of evictions by kind of entry                                                 |
+    | `hit_pages`                          | number of pages hit, by kind of layer                                                |
+    | `eviction_age`, `reuse_age`          | histograms of the seconds since the last use: of evicted entries, and of hit entries |
+    | `drafts`, `draft_seconds_saved`      | number of verified drafts; estimated seconds that drafts saved                       |
+    | `proposed_tokens`, `accepted_tokens` | numbers of proposed and of accepted draft tokens, by position in the draft           |
+    | `speculation`                        | the last decision about each proposer, and its reason                                |
+    | `offload`                            | counters of the offload manager                                                      |
+    | `role`                               | role of the worker: both, prefill, decode or encode                                  |
+    | `encoding`                           | counters of `EncodingStats`, or of `EncoderStats` in an encode worker                |
+    | `tier_faults`                        | failed operations of tiers, as (tier, operation, outcome, count)                     |
+    | `slo`                                | number of requests with an objective, by verdict: admit, defer, refuse               |
+    | `slo_ttft_ratio`, `slo_tbt_ratio`    | actual divided by predicted time, of admitted requests                               |
+    | `step_times`                         | coefficients of `core.StepTimes`; empty before enough steps were measured            |
+    | `needs_growth`                       | whether an open request needs more pages than the pool has                           |
     """
 
     running: int = 0

@@ -52,12 +52,14 @@ class PoolLoad:
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
     """Return the new sizes of the pools that change, in bytes. The sum of all sizes stays within `budget`.
 
-    Pools of busy models that are full grow. Bytes for them are taken in this order:
+    A pool grows if it is full and its model is busy. The equal share of a pool is `budget` divided by the number of
+    pools. Growing pools get bytes from these sources, in this order:
 
-      1. bytes that no pool has
+      1. bytes of `budget` that no pool has
       2. pools of idle models, down to their smallest size
       3. unused bytes of busy models that are not full
-      4. pools of busy models above their equal share, down to the share, if a growing pool is below its share
+      4. pools of busy models that are above their equal share, down to this share. Only if a growing pool is below
+         its equal share
 
     A pool may shrink by less than planned, so other pools may grow only after it has shrunk.
     """
@@ -93,16 +95,16 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
 
 
 def _growth(load: PoolLoad, share: int) -> int:
-    """Return the number of bytes by which a full pool should grow. Up to an equal share the pool grows at once, and
-    above the share in steps."""
+    """Return the number of bytes by which a full pool should grow. Below its equal share, the pool grows to this
+    share at once. Above the share, the pool grows in steps."""
     wanted = max(load.slab_bytes, int(load.pool_bytes * GROWTH), share - load.pool_bytes)
     return min(load.max_bytes - load.pool_bytes, wanted)
 
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round, and the last time when it was busy. A changed counter shows that
-    requests ran between two rounds, even if none runs now.
+    """The counters of an engine at the last round (call of `balance`), and the last time when the engine was busy. If
+    a counter has changed, requests ran between two rounds, even if no request runs now.
     """
 
     steps: int = 0
@@ -122,8 +124,8 @@ class _Activity:
 
 
 class PoolBroker:
-    """Keeps the pools of several engines within `budget` bytes together, and resizes them by their load. `engines`
-    returns the engines by name.
+    """Resizes the pools of several engines by their load, so that all pools together have at most `budget` bytes.
+    `engines` returns the engines by name.
     """
 
     def __init__(self, budget: int, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
@@ -161,7 +163,8 @@ class PoolBroker:
         return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
 
     async def reserve(self, seconds: float) -> int:
-        """Free the share of one more model, and return its size in bytes. Call `release` when the model has a pool.
+        """Free the equal share of one more model, and return the share in bytes. Call `release` when the model has a
+        pool.
 
         Raises TimeoutError if requests use the memory for longer than `seconds`.
         """

@@ -40,7 +40,8 @@ class RequestPins:
         )
 
     def add(self, message: Add, control: CacheControl) -> None:
-        """Pin the cached prefix of a finished request's prompt. Nothing is pinned if the prompt is not cached."""
+        """Pin the cached prefix of a finished request's prompt. Does nothing if the prompt is not
+        cached, without `message.pin`, or if pins would exceed their limit."""
         if message.pin is not None and self.check(message) is None:
             pin = self._engine.cache.pin(message.prompt, message.pin, control)
             self._pins.append((control.session, pin))

@@ -33,7 +33,7 @@ class ResponseStream:
         self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """Add a delta."""
+        """Add a delta of the engine. Unread deltas of the same answer are merged."""
         key = delta.id, delta.index
         before = self._pieces.get(key)
         self._pieces[key] = delta if before is None else _merged(before, delta)
@@ -61,8 +61,8 @@ class ResponseStream:
         self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. Raises the
-        error of the stream after all earlier deltas were returned.
+        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. If the
+        stream has failed, raises its error after all earlier deltas were returned.
         """
         while not self._pieces and self._error is None and self.pending and not self.is_disconnected:
             self._changed.clear()

@@ -122,7 +122,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work, or a message to send."""
+        """Whether `step` has work to do or a message to send."""
         return (
             self.engine.busy
             or bool(self._rejected)
@@ -235,7 +235,7 @@ class Worker:
         return progress
 
     def _take_snapshot(self) -> bytes | None:
-        """Return a snapshot if one is requested."""
+        """Return a snapshot of the cache as JSON if a SnapshotRequest is open. Otherwise return None."""
         if not self._snapshot_requested:
             return None
         self._snapshot_requested = False
@@ -252,8 +252,8 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Set the share of this model: the size that its pool can always reach, because models share memory. A request
-        that fits only into this size waits until the pool has grown.
+        """Set the share of this model in the memory that several models share. The pool can always grow to
+        `share_bytes` bytes. A request that fits only into a pool of this size waits until the pool has grown.
         """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
@@ -272,7 +272,8 @@ class Worker:
         return bool(self._compiling) or bool(self._images) or bool(self._awaiting_embeddings)
 
     def _prepare_images(self, message: Add) -> None:
-        """Queue a request after its images are decoded. Another thread decodes them, and steps do not wait."""
+        """Queue a request after its images are decoded. Another thread decodes the images, and steps do not wait for
+        them."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -318,7 +319,8 @@ class Worker:
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Queue a request after its grammar is compiled. Other processes compile it, and steps do not wait."""
+        """Queue a request after its grammar is compiled. Other processes compile the grammar, and steps do not wait
+        for it."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
@@ -545,7 +547,8 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Clear the flag for unreported changes. While the engine is busy, the flag stays set."""
+        """Record that the latest changes of the stats were sent. While the engine is busy, the flag for unsent
+        changes stays set."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 

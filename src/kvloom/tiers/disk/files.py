@@ -78,8 +78,8 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read, which is
-        smaller at the end of the file."""
+        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read. At the end
+        of the file, this is less than the size of the buffers."""
         done = 0
         for at in range(0, len(into), _MAX_PIECES):
             pieces = into[at : at + _MAX_PIECES]
@@ -103,7 +103,8 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes all pieces. Raises OSError if a write fails."""
+        """Writes all bytes of `pieces`, one piece after another, from `offset` on. Raises OSError if a write
+        fails."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]
@@ -197,8 +198,12 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError if another user can replace the tier's files. Logs a warning if this user owns the directory
-    but other users may write to it."""
+    """Raises TierError if the path is a symbolic link of another user, except root. Also raises TierError if another
+    user owns the directory and every user may replace files in it.
+
+    Logs a warning if this user owns a directory in which every user may replace files. Logs a warning if another user
+    except root owns the directory. The sticky bit prevents users from replacing files of other users.
+    """
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
         raise TierError(

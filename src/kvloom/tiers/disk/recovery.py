@@ -2,9 +2,9 @@
 writing.
 
 A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the
-segment before it may also have such pages. The records of both segments are therefore not `is_verified`. For such a
-page, the tier prefers an older copy, and a new write stores the page again. This module uses neither the tier's shares
-nor its index.
+second last segment may also have partly written pages. The flag `is_verified` of the records of both segments is
+therefore False. The tier prefers an older, verified copy of such a page. A new write stores the page again. This
+module uses neither the tier's shares nor its index.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ class Frame:
     """The page headers and bodies of some objects. Each body is padded to whole blocks. `size` is the number of bytes
     of all padded bodies.
 
-    The sealing thread builds a frame before the frame's position in the file is known. The records are built after the
-    write. The appending thread therefore has little work.
+    Three threads of `SegmentWriter` use a frame. The sealing thread builds the frame. The appending thread sets the
+    frame's position in the file and writes the frame. The publishing thread builds the records after the write. The
+    appending thread therefore has little work.
     """
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")

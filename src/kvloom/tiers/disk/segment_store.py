@@ -83,7 +83,7 @@ class SegmentStore:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes of all segment files."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
 
     @property
@@ -92,7 +92,8 @@ class SegmentStore:
         return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
 
     def getter(self) -> Callable[[bytes], Record | None]:
-        """Returns a function that finds the record of a key, but not of an expired page. The caller holds the lock."""
+        """Returns a function that returns the record of a key, or None for an expired page. The caller holds the
+        lock."""
         get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
         if not cutoff:
             return get
@@ -130,7 +131,7 @@ class SegmentStore:
             self._files.close(fd)
 
     def remove(self, key: bytes, record: Record) -> None:
-        """Removes the record from the index, if the index still refers to it."""
+        """Removes `record` from the index, if the index still maps `key` to this record."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
@@ -239,7 +240,8 @@ class SegmentStore:
         return None
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Records dropped objects on disk. Otherwise they would return when the tier is opened again."""
+        """Records dropped objects on disk. Without this record, the tier would find them again after the next
+        opening."""
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
@@ -269,7 +271,7 @@ class SegmentStore:
             self._remove(segment)
 
     def close(self) -> None:
-        """Seals and closes every file."""
+        """Seals all segments and closes their files."""
         with self.lock:
             self.index.clear()
         for segment in self._segments.values():

@@ -1,5 +1,5 @@
-"""Writes pages to disk with three threads. The first seals pages into frames. The second appends frames to a segment.
-The third publishes their records and sets outcomes.
+"""Writes pages to disk with three threads. The sealing thread builds frames of sealed pages. The appending thread
+appends frames to a segment. The publishing thread adds the records of written frames to the index, and sets outcomes.
 
 The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable writes,
 queued frames share one sync. An object is OK, and lookups find it, only after this sync.
@@ -46,8 +46,8 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """The objects `which` of a transfer, sealed in a frame. `scratch` is the memory of the bodies, or None if the
-    frame uses the caller's memory."""
+    """The objects of a transfer with the indexes `which`, sealed in one frame. `scratch` is the memory of the bodies,
+    or None if the frame uses the caller's memory."""
 
     transfer: Transfer
     which: list[int]
@@ -58,7 +58,8 @@ class _SealedFrame:
 
 
 class SegmentWriter:
-    """Runs three daemon threads. `pending` counts the bytes of pages that are queued or being written."""
+    """Writes pages with three daemon threads (see this module). `pending` counts the bytes of pages that are queued
+    or being written."""
 
     def __init__(self, store: SegmentStore, codec: Codec, sync: bool) -> None:
         self._store, self._sync = store, sync

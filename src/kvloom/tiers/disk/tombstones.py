@@ -1,9 +1,9 @@
 """The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose bytes
 are still in a segment.
 
-Each line has a key, a segment, an offset and a checksum. It drops all copies of the key up to this position; a later
-write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on disk are
-removed.
+Each line has a key, a segment, an offset and a checksum. The line drops all copies of the key up to this position. A
+later write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on
+disk are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tombstones:
         self._files = files
 
     def add(self, dropped: DroppedRecords) -> None:
-        """Appends and syncs tombstones."""
+        """Appends one line per dropped object to the file, and syncs the file."""
         lines = []
         for key, number, offset in dropped:
             line = _LINE.pack(key, number, offset, 0)[:-8]

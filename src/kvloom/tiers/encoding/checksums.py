@@ -72,8 +72,8 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies the runs of a page to `into` and returns their checksums. With `of_target`, the checksums are computed
-    from `into` after the copy, else from `page`.
+    """Copies the layer runs of a page to `into` and returns the checksums of the runs. With `of_target`, the
+    checksums are computed from `into` after the copy, else from `page`.
 
     Costs little more than a copy, because each part is still in the processor's cache.
     """
@@ -102,9 +102,9 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
 
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Sends whole runs on a connected socket and returns their checksums. If the native code does not support the run
-    size, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if sending has not
-    ended at the time `until` (monotonic seconds)."""
+    """Sends the layer runs in `data` on a connected socket and returns their checksums. If the native code does not
+    support the run size, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if
+    sending has not ended at the time `until` (monotonic seconds)."""
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
     sums: bytes = _native.send(fd, data, run_bytes, send_step(run_bytes), until)
@@ -112,8 +112,8 @@ def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> byt
 
 
 def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Receives whole runs from a connected socket and returns their checksums. Returns None or raises in the same
-    cases as `send_checked`. Raises ConnectionError at the end of the stream.
+    """Receives layer runs from a connected socket into `into` and returns their checksums. Returns None or raises in
+    the same cases as `send_checked`. Raises ConnectionError at the end of the stream.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None

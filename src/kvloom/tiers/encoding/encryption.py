@@ -47,7 +47,7 @@ class NoKeyError(LookupError):
 
 
 class PageCipher(Protocol):
-    """Seals and opens the runs of one page. To seal is to encrypt or to authenticate. A run can be opened only with
+    """Seals and opens the runs of one page. A run is the data of one layer in the page. To seal is to encrypt or to authenticate. A run can be opened only with
     the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
@@ -55,7 +55,8 @@ class PageCipher(Protocol):
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
-        """Returns the opened run, or None if its tag does not match."""
+        """Verifies run `number`. Returns the run without its tag, decrypted if it was encrypted. Returns None if the
+        tag does not match."""
         ...
 
 

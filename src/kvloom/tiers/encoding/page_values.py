@@ -50,7 +50,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the values of one page."""
+        """Number of bytes that the values of one page need in the stored form."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens
@@ -62,7 +62,7 @@ class PageValues:
         return ", ".join(f"{field.name}{list(field.shape)}" for field in self._fields)
 
     def read(self, page: Any, into: Any) -> None:
-        """Writes the values of a page to `into`."""
+        """Converts a page to its values and writes them to `into`, which has `bytes` bytes."""
         target = np.frombuffer(memoryview(into).cast("B"), np.uint8)
         if not self.page.tokens:
             target[:] = np.frombuffer(memoryview(page).cast("B"), np.uint8)[: self.bytes]

@@ -1,7 +1,7 @@
 """The index of the host tier: keys, slots, accounts of tenants, and the choice of pages to evict.
 
     key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
-    account → slots by use      the least recently used page is evicted first, within the shares
+    account → slots by use      an account loses its least recently used page first; shares protect accounts
 
 This module is not thread-safe. The lock of the host tier guards it.
 """
@@ -141,8 +141,8 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """Assigns the slots `given` to the first keys of `fresh`, which are the new keys of the batch. Returns one
-        slot per key of `keys`, like `reserve`."""
+        """Assigns the slots `given` to the first keys of `fresh`. `fresh` are the keys of the batch that are not
+        stored yet. Returns one slot per key of `keys`, like `reserve`."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -292,8 +292,9 @@ class HostIndex:
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. The page
-        must belong to `account` or to an account above its guarantee, unless `account` stays within its own guarantee.
+        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. If
+        `account` stays within its guarantee with one more page of this size, the page may belong to any account.
+        Otherwise the page must belong to `account`, or to an account above its guarantee.
 
         A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
         evicted.
@@ -309,7 +310,8 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Removes an entry from the index. Its page is freed at once, or when its last lease is released."""
+        """Removes a key from the index. The page of its slot is freed at once, or when the last lease of the page is
+        released."""
         del self.entries[key]
         if self.changes is not None:
             self.changes.removed([key])
@@ -320,7 +322,7 @@ class HostIndex:
             self.free(slot)
 
     def free(self, slot: int) -> None:
-        """Frees the page of a removed entry without references."""
+        """Frees the page of a slot whose key was removed and whose last lease was released."""
         offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
         self.accounts[self.slots.account[slot]].used -= size
         self._arena.free(size, offset)

@@ -1,5 +1,5 @@
-"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, within
-tenants' shares.
+"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, but does
+not evict the guaranteed part of a tenant for other tenants.
 
 Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
 copies the pages, the caller leases them with `acquire` or `reserve` until the device copies are done. The caller may
@@ -42,8 +42,8 @@ _ONE = np.int32(1)
 @dataclass(frozen=True, slots=True)
 class HostConfig:
     """Settings of a host tier. `slab_bytes` must be at least the size of the largest page. Use the slab size of the
-    pool layout. `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the
-    copy. `ttl` is the number of seconds after which a page is a miss. 0 means never."""
+    pool layout. With `checked`, the tier stores and verifies checksums, for memory that is not trusted. Checksums
+    cost about as much as the copy. `ttl` is the number of seconds after which a page is a miss. 0 means never."""
 
     capacity: int
     slab_bytes: int = 8 << 20

@@ -33,7 +33,7 @@ class LeaseOwner(Protocol):
 
 class Lease:
     """Leased arena pages, which stay in use until `release`. `offsets` contains the position of each object's page in
-    the arena. It is -1 if the object has no page, and `results` then contains the reason."""
+    the arena. The position is -1 if the object has no page. `results` then contains the reason."""
 
     __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
 

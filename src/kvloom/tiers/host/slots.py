@@ -55,7 +55,7 @@ class Slots:
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
-        """Returns one slot for each of these arena offsets."""
+        """Allocates and returns one slot for each arena offset. The pages at these offsets have `size` bytes."""
         count = len(offsets)
         if not count:
             return []
@@ -104,9 +104,9 @@ class Slots:
 
 
 class LruOrder:
-    """Slots ordered by last use, least recent first. The slots of one use are stored as a batch with the tick of the
-    use. If a slot was used again or removed, its tick has changed, and its old entry is skipped. Adding a batch costs
-    one append. Finding a slot costs amortised O(1)."""
+    """Slots ordered by last use, least recent first. The slots of one use are stored as a batch with the tick
+    (number) of the use. If a slot was used again or removed, its tick has changed, and its place in the old batch is
+    skipped. Adding a batch costs one append. Finding a slot costs amortised O(1)."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

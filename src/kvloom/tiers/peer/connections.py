@@ -55,7 +55,7 @@ class PeerClients:
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
         """Decides whether to admit an authenticated connection. Returns the decision, and the idle connections that
-        the caller must close for it."""
+        the caller must close to admit this one."""
         with self._lock:
             if client not in self._pending:
                 return False, []

@@ -144,8 +144,8 @@ class PeerConnection(Connection):
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
-        """Sends ACQUIRE or RESERVE. Returns the reply, one result and one arena offset per object, and a reader of the
-        checksums."""
+        """Sends ACQUIRE or RESERVE. Returns four values: the reply, one result per object, one arena offset per
+        object, and a reader of the checksums."""
         form, count = job.objects.form, len(job.which)
         message = _keys_message(verb, job.keys(), form.page_bytes, form.run_bytes)
         answer = self._ask(self._with_share(message, job) if verb == Verb.RESERVE else message)

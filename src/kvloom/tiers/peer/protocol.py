@@ -68,10 +68,11 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
-    """The requests of a client. A comment states the fields of each request and of its reply.
+    """The requests of a client. The comment of each request states its fields, and after `->` those of the reply.
 
-    A request with a share has the tenant's id after the keys in the payload. Its header fields `a` and `b` are the
-    limit and the guaranteed bytes of the tenant. For a tenant without a share, all three are left out.
+    `share` is the tenant's share of the tier's capacity. If the tenant has one, its id follows the keys in the payload.
+    The header fields `a` and `b` are then its limit and its guaranteed part, in bytes. Otherwise the id is left out,
+    and `a` and `b` are not used.
     """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
@@ -179,7 +180,7 @@ class Channel:
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends whole runs. Returns their checksums."""
+        """Sends the layer runs in `data`. Returns the checksums of the runs."""
         return self._stream.send_checked(data, run_bytes)
 
 

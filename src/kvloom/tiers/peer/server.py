@@ -281,7 +281,8 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits on leases, per connection and for all connections together. Reads and writes have separate limits.
+    """Limits on the bytes of leases, per connection and for all connections together. Reads and writes have separate
+    limits.
 
     Without limits, a client could lease so many pages that all other pages are evicted.
     """

@@ -130,7 +130,7 @@ class ByteStream:
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends whole runs. Returns their checksums."""
+        """Sends the layer runs in `data`. Returns the checksums of the runs."""
         if self._plain:
             self._check()
             try:

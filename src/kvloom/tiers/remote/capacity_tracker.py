@@ -71,9 +71,9 @@ class CapacityTracker:
     def reserve(
         self, sizes: Mapping[bytes, int], tenant: str = ""
     ) -> tuple[dict[bytes, bool], dict[bytes, TrackedValue]]:
-        """Counts values before they are put into the store. Returns two dictionaries: the accepted keys, with whether
-        each value is guaranteed, and the values that the caller must evict. Values of `sizes` that do not fit into the
-        tenant's share are not accepted."""
+        """Counts values before they are put into the store. Returns two dictionaries. The first maps each accepted
+        key to whether its value is guaranteed. The second has the values that the caller must evict. Values of
+        `sizes` that do not fit into the tenant's share are not accepted."""
         with self._lock:
             account = self._account_of(tenant)
             self._clock += 1
@@ -91,7 +91,7 @@ class CapacityTracker:
             return {key: self._values[key].is_guaranteed for key in sizes if key in self._values}, evicted
 
     def restore(self, values: Mapping[bytes, TrackedValue]) -> None:
-        """Counts values again whose eviction failed. Later these values are evicted first."""
+        """Counts values again after their eviction failed. The next eviction tries these values first."""
         with self._lock:
             self._evicted -= len(values)
             for key, value in reversed(list(values.items())):

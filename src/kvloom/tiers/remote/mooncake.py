@@ -56,9 +56,9 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
-        If a key occurs twice in a batch, it is requested only once, because the library would fill only one of its
-        destinations."""
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
+        miss. If a key occurs twice in a batch, the key is requested only once, because the library would fill only
+        one of the two destinations."""
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
         )

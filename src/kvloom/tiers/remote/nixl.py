@@ -95,7 +95,8 @@ class NixlFiles(Files):
         return self._local.agent
 
     def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Transfers all pieces. Raises OSError if a transfer fails."""
+        """Transfers bytes between the file `fd`, from `offset` on, and the buffers `pieces`. `verb` is READ or WRITE.
+        Raises OSError if a transfer fails."""
         agent = self._agent()
         memory, positions, registered = [], [], []
         at = offset

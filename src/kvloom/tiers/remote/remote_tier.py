@@ -68,7 +68,7 @@ class Connection(Protocol):
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes keys. Returns the number of removed keys."""
+        """Removes the values of these keys from the store. Returns the number of removed values."""
         ...
 
     def usage(self) -> Usage: ...
@@ -234,7 +234,7 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Divides the capacity between tenants. If the store counts tenants, shares apply to all its clients.
+        """Divides the capacity between tenants. If the store counts the bytes of each tenant, shares apply to all its clients.
         Otherwise shares apply to the pages that this process stores.
         """
         self._on_shares(shares)
@@ -437,7 +437,7 @@ class Job(ABC):
         return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Sets the outcomes of objects."""
+        """Sets the outcomes of objects of this batch, given by their indexes."""
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)

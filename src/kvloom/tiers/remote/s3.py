@@ -173,8 +173,8 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values without asking for their lengths first, on the assumption that they have the expected length.
-        Returns the lengths of the values for which this was true. The caller reads the other values in another way.
+        """Reads values without asking for their lengths first. This works for values that have the expected length.
+        Returns the lengths of these values by index. The caller reads the other values in another way.
 
         NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected, and
         first fills the end of the buffer with random bytes. The length is correct if the last expected byte has

@@ -68,8 +68,9 @@ class Store(Connection, Protocol):
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
-        A store may first request `expected_bytes`, and repeat the request if the length differs."""
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
+        miss. A store may first request `ValueRange.expected_bytes` bytes, and repeat the request if the length
+        differs."""
         ...
 
     def usage(self) -> Usage:
@@ -83,8 +84,9 @@ class Store(Connection, Protocol):
         self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values, each given as pieces. Returns OK, FULL or FAILED for each value. A value that is already
-        stored is OK. A store that counts tenants applies the share of `tenant`.
+        """Stores values. Each value is a list of buffers that are stored one after another. Returns OK, FULL or FAILED
+        for each value. A value that is already stored is OK. A store that counts the bytes of each tenant applies the
+        share of `tenant`.
         """
         ...
 
@@ -125,8 +127,8 @@ def store_tier(
 
 class _PrefixedStore(Connection):
     """A connection that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages. This
-    costs a read of the first bytes of each page. `tracker` counts the values and chooses those to evict. It is None if
-    the store counts."""
+    costs a read of the first bytes of each page. `tracker` counts the values of this process and chooses the values
+    to evict. It is None if the store counts its values itself."""
 
     def __init__(self, store: Store, expiry: Expiry, tracker: CapacityTracker | None) -> None:
         self.store, self.expiry, self.tracker = store, expiry, tracker
@@ -324,7 +326,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads parts of plain objects in one round trip. Runs are read directly into the caller's memory."""
+        """Reads the requested layer runs of plain objects in one round trip, directly into the caller's memory."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -356,8 +358,8 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of objects in two round trips. The first reads the headers, which contain the positions of the
-        runs. The second reads the runs.
+        """Reads the requested layer runs of objects in two round trips. The first reads the headers, which contain
+        the positions of the runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes

@@ -85,7 +85,7 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
-    """Asserts that every object with outcome OK has the right bytes. Returns their number."""
+    """Asserts that every object with outcome OK has the right bytes. Returns the number of these objects."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
             assert np.array_equal(got.bytes[at : at + size], page(number, size)), f"wrong bytes for {number}"

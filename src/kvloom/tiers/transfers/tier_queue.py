@@ -91,8 +91,8 @@ class TierQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether one call of the tier has blocked the queue's thread for longer than `probe_seconds` of the circuit
-        breaker."""
+        """Whether one call of the tier has blocked the queue's thread for longer than
+        `CircuitBreakerConfig.probe_seconds`."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
@@ -362,8 +362,8 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """Releases the lease of a batch, and reports to its load or store which objects succeeded. `ok` has one value
-        per object."""
+        """Releases the lease of a batch, and passes the result to the batch's load or store. `ok` states for each
+        object whether its transfer succeeded."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
         loaded[batch.requested] = ok
@@ -389,8 +389,8 @@ class TierQueue:
         self._on_change()
 
     def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
-        """Records a late batch. If the tier has completed other batches since this batch started, it counts as slow.
-        Otherwise it counts as hung, which is a fault for the circuit breaker."""
+        """Records a late batch. If the tier has completed other batches since this batch started, the tier counts as
+        slow. Otherwise the tier counts as hung, which is a fault for the circuit breaker."""
         verb = "write" if batch.load is None else "read"
         if self.throughput.last_end > batch.started_at:
             self._fault_log.add(self.tier.name, verb, "late", amount, "the tier is slow", now)

@@ -17,7 +17,7 @@ TOOLS_VARIABLE = re.compile(r"\btools\b")
 
 
 class AnswerParser:
-    """Parses one answer. Without `parallel`, only the first call is returned."""
+    """Parses one answer. Without `parallel`, only the first tool call of the answer is returned."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, parallel: bool = True
@@ -74,8 +74,8 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if the answer
-        has no reasoning, so the structure applies from the first token on.
+        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if the
+        answer has no reasoning. The structure then applies from the first token on.
         """
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None

@@ -32,7 +32,7 @@ class Piece:
     name: str | None = None
 
     def followed_by(self, other: Piece) -> Piece | None:
-        """Return both pieces as one, or None if they cannot be merged."""
+        """Merge this piece and `other` into one piece. Return None if they cannot be merged."""
         if (self.kind, self.index) != (other.kind, other.index) or other.id is not None:
             return None
         return Piece(self.kind, self.text + other.text, self.index, self.id, self.name)
@@ -223,8 +223,8 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return arguments that could not be returned while they arrived: they came before the name, or as a JSON
-        string. Return None if there are none.
+        """Return the arguments that could not be returned while they arrived, because they came before the name or as
+        a JSON string. Return None if there are no such arguments.
         """
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:

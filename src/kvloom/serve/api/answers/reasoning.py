@@ -115,7 +115,7 @@ def last_marker(message: str) -> str:
 def after_reasoning(kind: str, text: str) -> str | None:
     """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure.
 
-    Return None for a client's own grammar. Its rules may have the same names as the rules for reasoning.
+    Return None for a client's own grammar, because its rules may have the same names as the rules for reasoning.
     """
     if kind == "json_schema":
         schema = json.loads(text)

@@ -59,8 +59,8 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -> Tools | None:
-    """Return the functions that `tool_choice` forces the model to call, or None if it forces none. Raises ApiError
-    for an invalid choice.
+    """Return the functions that `choice` (the request field `tool_choice`) forces the model to call. Return None if
+    the choice forces no call. Raises ApiError for an invalid choice.
     """
     if choice in (None, "auto", "none"):
         return None
