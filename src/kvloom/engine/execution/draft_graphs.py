@@ -20,11 +20,17 @@ from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 
 from .piecewise_graphs import uncollected
 
-__all__ = ["DraftGraphs"]
+__all__ = ["DraftGraphs", "draft_graph_sizes"]
 
 SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
 LARGEST_ROW = 64
 """Largest number of tokens of a row in a decode plan."""
+
+
+def draft_graph_sizes(step_tokens: int) -> list[int]:
+    """Return the graph sizes, in tokens, for steps of at most `step_tokens` tokens."""
+    most = min(step_tokens, DRAFT_STEP_TOKENS)
+    return [size for size in SIZES if size <= most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,7 @@ class DraftGraphs:
     ) -> None:
         self._stage, self._forward, self._chosen = stage, forward, chosen
         self.longest = min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
-        most = min(step_tokens, DRAFT_STEP_TOKENS)
-        self.sizes = [size for size in SIZES if size <= most]
+        self.sizes = draft_graph_sizes(step_tokens)
         self._graphs: dict[int, _Captured] = {}
 
     def size_for(self, works: Many[Work]) -> int:

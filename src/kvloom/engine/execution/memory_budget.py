@@ -18,6 +18,7 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.paged import Scales, Work
 from kvloom.models.vision import Vision
 
+from .draft_graphs import draft_graph_sizes
 from .model_runner import ModelRunner, graph_sizes
 
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
@@ -69,12 +70,14 @@ def measure_budget(
     longest: int = 131072,
     invariant: bool = False,
     vision: Vision | None = None,
+    drafted_models: int = 0,
 ) -> MemoryBudget:
     """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory.
 
     On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
-    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. Takes seconds on a
-    GPU. Raises ValueError if no memory is left.
+    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models` is
+    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model. Takes seconds
+    on a GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -85,7 +88,8 @@ def measure_budget(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
-    logits_bytes = sum(graph_sizes(rows)) * logits // rows if graphs else 0
+    captured = sum(graph_sizes(rows)) + drafted_models * sum(draft_graph_sizes(tokens + rows))
+    logits_bytes = captured * logits // rows if graphs else 0
     pieces = step if graphs else 0  # memory of the tensors between piecewise graphs
     budget = MemoryBudget(
         total,
