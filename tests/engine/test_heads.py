@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvloom.core import CacheControl
 from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
 from kvloom.engine.speculation import DraftedRequest
+from kvloom.engine.speculation.controller import _TurnedOff
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import layer_views
 from kvloom.tiers.transfers import TransferConfig
@@ -182,7 +183,7 @@ def test_pages_are_complete_while_the_controller_is_off(how: str, ahead: bool, t
     assert engine.speculation is not None
     assert engine.speculation.controller is not None
     engine.speculation.controller.reasons[how] = "off"
-    engine.speculation.controller._off[how] = -1000
+    engine.speculation.controller._off[how] = _TurnedOff(requests=1, acceptance=1.0, steps=-1000)
     request = engine.add(list(range(3, 40)), SamplingParams(max_tokens=40, **GREEDY))
     engine.run()
     assert not request.draft_tokens
