@@ -136,11 +136,13 @@ class Controller:
         requests has doubled or halved, or their mean acceptance has risen by RISE. `estimates` are the estimates of
         each request, by proposer."""
         self._since_plain += 1
+        count = len(estimates)
         for name, off in list(self._off.items()):
             off.steps += 1
-            count = len(estimates)
+            if not count:  # only prompts run
+                continue
             changed = count > 2 * off.requests or 2 * count < off.requests
-            if not changed and off.steps % REVIEW_STEPS == 0 and count:
+            if not changed and off.steps % REVIEW_STEPS == 0:
                 mean = sum(self.acceptance.of(known, name) for known in estimates) / count
                 changed = mean > off.acceptance + RISE
             if changed:
