@@ -41,7 +41,7 @@ OUTPUT_TOKENS = 4
 MEANS = ("hit_rate", "mean_ttft", "p50_ttft", "p99_ttft", "ideal_hit_rate", "one_pool_hit_rate")
 
 
-def main(argv: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvloom bench routing", description=(__doc__ or "").splitlines()[0])
     load = AgentLoad()
     add = parser.add_argument
@@ -112,6 +112,12 @@ def main(argv: list[str]) -> int:
     smg = "path of the program smg, for --router smg (SGLang's gateway, cache_aware)"
     add("--smg", metavar="PROGRAM", help=smg)
     add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the figures of each router, or JSON."""
+    parser = _parser()
     args = parser.parse_args(argv)
     if "smg" in args.router and args.smg is None:
         parser.error("--router smg needs --smg PROGRAM: the path of SGLang's gateway")

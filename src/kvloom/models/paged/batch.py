@@ -165,7 +165,6 @@ class _StepNumbers:
     starts: Ints
     states: npt.NDArray[np.int32]
     shifts: Ints
-    stored: Ints
     fresh: tuple[bool, ...] = field(default=())
     drafts: tuple[int, ...] = field(default=())
 
@@ -182,14 +181,13 @@ class _StepNumbers:
             np.concatenate((self.starts, other.starts[1:] + tokens)),
             np.concatenate((self.states, other.states), 1),
             np.concatenate((self.shifts, other.shifts)),
-            np.concatenate((self.stored, other.stored)),
         )
 
     @property
     def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
         return (
             *(self.tokens, self.positions, self.source, self.row_of),
-            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts, self.stored),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts),
         )
 
 
@@ -278,7 +276,6 @@ class BatchBuilder:
             np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
-            np.ones(spare if self._states else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
@@ -303,7 +300,7 @@ class BatchBuilder:
             of_rows[3:at, :count] = pages
             if self._states:
                 of_rows[at : at + self._states, :count] = numbers.states
-                of_rows[at + self._states, :count] = numbers.stored
+                of_rows[at + self._states, :count] = [len(work.tokens) - work.drafts for work in works]
             if self._shifted:
                 of_rows[-1, :count] = numbers.shifts
         self._copy(block)
@@ -396,13 +393,13 @@ class BatchBuilder:
             is_new = patched >= 0
             place = torch.where(is_new, of * blocks + patched, (sequences - 1) * blocks)
             self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
-        stored = of_rows[at + states] if states else of_rows[:0]
+        stored = of_rows[at + states] if states else None
         shifts = of_rows[-1] if self._shifted else of_rows[:0]
         pages_of_states = of_rows[at : at + states]
-        numbers = (ids, positions, source, row_of, of, lengths, starts, pages_of_states, shifts, stored)
+        numbers = (ids, positions, source, row_of, of, lengths, starts, pages_of_states, shifts)
         bounds = tuple(range(tokens + 1))
         batch = self._gather(numbers, blocks, chosen, (False,) * tokens, bounds, (0,) * tokens)
-        return replace(batch, replayed=True, longest=longest)
+        return replace(batch, replayed=True, longest=longest, stored=stored)
 
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
         if not works:
@@ -437,7 +434,6 @@ class BatchBuilder:
             starts,
             block_tables.states[:, rows],
             self._shifts(works),
-            counts - np.array(drafts) if self._states else np.zeros(0, np.int64),
             tuple((block_tables.state_length[rows] == 0).tolist()),
             drafts if any(drafts) else (),
         )
@@ -541,7 +537,7 @@ class BatchBuilder:
         """Return the batch, computed on the device from the uploaded numbers."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
-        parts += [rows if self._shifted else 0, rows if self._states else 0]
+        parts.append(rows if self._shifted else 0)
         numbers = torch.split(self._sent[: sum(parts)], parts)
         return self._gather(numbers, blocks, chosen, fresh, bounds, sizes)
 
@@ -557,7 +553,7 @@ class BatchBuilder:
         """Return the batch that `numbers` describe. `numbers` has the order of `_StepNumbers.parts`. The device
         gathers block tables and slots."""
         rows = len(sizes)
-        ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = numbers
+        ids, positions, source, row_of, of, lengths, starts, states, shifts = numbers
         ids, positions = ids.long(), positions.long()
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
@@ -582,5 +578,4 @@ class BatchBuilder:
             bounds=bounds,
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
-            stored=stored if self._states else None,
         )
