@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 from kvloom.engine import SamplingParams
+from kvloom.engine.speculation.controller import _TurnedOff
 from tests.engine.test_heads import GREEDY, assert_same_pages, recorded, save
 from tests.engine.test_speculation import fixed
 from tests.engines import make_engine
@@ -57,7 +58,7 @@ def test_pages_are_the_same_with_graphs_and_ahead(family: str, drafting: bool, t
     assert engine.speculation.controller is not None
     name = how.partition("=")[0]
     engine.speculation.controller.reasons[name] = "off"
-    engine.speculation.controller._off[name] = -1000
+    engine.speculation.controller._off[name] = _TurnedOff(requests=1, acceptance=1.0, steps=-1000)
     if drafting:
         fixed(engine)
     engine.prepare()
