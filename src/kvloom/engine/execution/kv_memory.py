@@ -92,7 +92,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
             longest,
             batch_invariant,
             vision,
-            0 if config.speculate == "off" else 1 + bool(config.draft_model),
+            0 if config.speculate == "off" else 1 + bool(config.draft_model or config.head),
         )
         pool_bytes = budget.pool
     slabs = layout.slabs_in(pool_bytes)

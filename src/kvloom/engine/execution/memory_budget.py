@@ -76,8 +76,8 @@ def measure_budget(
 
     On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
     tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models` is
-    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model. Takes seconds
-    on a GPU. Raises ValueError if no memory is left.
+    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head.
+    Takes seconds on a GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
