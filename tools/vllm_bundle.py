@@ -146,6 +146,7 @@ END
 cat > "$2/python" <<END
 #!/bin/sh
 export PYTHONPATH="$2/site" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo
+export VLLM_USE_FLASHINFER_SAMPLER=0  # vLLM expects FlashInfer otherwise
 exec "$python" "\$@"
 END
 chmod +x "$2/python"
