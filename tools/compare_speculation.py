@@ -46,6 +46,7 @@ def make(folder: Path, shape: str, requests: int, output: int, segment: float, d
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(0.01)
         embedding, last = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        torch.manual_seed(0)
         embedding.normal_()
         last.zero_()
         last[torch.tensor(list(after.values()), device=device)] = embedding[
