@@ -1,13 +1,11 @@
-"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and the
-buffers of batches.
+"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and
+the buffers of batches.
 
     target's step       the hidden states of the step are written to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
-                        the works `wanted`. For the last token of these works the target has no hidden state yet, so
-                        the head's own hidden state is written.
 
-The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The head is
-never batch-invariant, because only the target decides which tokens are accepted.
+The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The
+head is never batch-invariant, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class HeadRunner(ModelRunner):
 
     @contextmanager
     def _write_target_states(self, batch: Batch) -> Iterator[None]:
-        """Return a context for one run of the target. When the context ends, the hidden states of the run are written
-        to the head's pages.
+        """Return a context for one execution of the target model. When the context ends, the hidden states of all
+        its tokens are written to the head's pages.
         """
         with self._head.target_states(self._target.decoder) as states:
             yield

@@ -79,7 +79,7 @@ class StepCosts:
             self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
 
     def knows(self, tokens: int) -> bool:
-        """Whether a step of about this size was measured."""
+        """Return whether a step of about this size was measured."""
         return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
 
     def seconds(self, tokens: int) -> float:
@@ -96,7 +96,7 @@ class StepCosts:
         low = known[at - 1]
         below = self._seconds[low]
         if at == len(known):
-            # Unknown: assume that half of the time grows with the tokens, so that it is tried and measured.
+            # Not measured: assume that half of the time grows with the tokens, so that this size is tried and measured.
             return below * (1 + 0.25 * (tokens - low) / max(low, 8))
         high = known[at]
         above = max(below, self._seconds[high])
@@ -105,8 +105,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that the controller turned off. It has the number of steps since then, and the number and mean
-    acceptance of the requests at that time."""
+    """A proposer that is off: the number of steps since then, and the number and mean acceptance of the requests
+    when it was turned off."""
 
     requests: int
     acceptance: float
@@ -120,7 +120,7 @@ class Controller:
         self.costs, self.acceptance = StepCosts(), Acceptance()
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
-        self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
+        self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all requests
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
 
@@ -199,7 +199,7 @@ class Controller:
             f"off: {plain} requests, acceptance {mean:.2f}; drafts would give "
             f"{best_rate / rate:.2f} times the tokens per second"
         )
-        # A probe verifies one draft token of each request, to learn whether that has changed.
+        # A probe verifies one draft token of each request, to measure whether drafts are now worth their cost.
         return self.share([min(1, n) for n in most], rows) if probes else none
 
     def observe_step(self, tokens: int, seconds: float) -> None:
@@ -230,7 +230,7 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens have a probability of acceptance of at least LEAST."""
+    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 

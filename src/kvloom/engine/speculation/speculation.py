@@ -74,9 +74,9 @@ class Speculation:
         self.stats = SpeculationStats()
         self.controller: Controller | None = Controller()
         """Decides the lengths of drafts. Without a controller (None), every draft has the largest length."""
-        self._new_tokens = 0  # of the last finished step
+        self._new_tokens = 0  # tokens that the last finished step added
         self._proposing = 0.0  # seconds of proposers since the last finished step
-        self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
+        self._proposed_by: dict[int, Proposer] = {}  # the proposer of each draft in the last step, by request
 
     def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
         """Return whether the tokens of `requests` must be on the host before the next step is scheduled."""
@@ -85,8 +85,8 @@ class Speculation:
         return any(refusal(request) is None for request in requests)
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
-        and all drafts fit into the rows of the step."""
+        """Return the drafts of the next step by the `id` of the request. A draft never exceeds the `max_tokens` of
+        its request. All drafts fit into the positions at which the step can sample."""
         if self.controller is not None:
             self.controller.step_begins([request.acceptance for request in running])
             if not self.controller.wants_drafts:
@@ -145,7 +145,7 @@ class Speculation:
             return 0
         most = request.limit - len(request.tokens) - 1
         if sequence.cache.has_states and most > 0:
-            # A snapshot needs the states at exactly its position: a step whose certain tokens end there.
+            # A snapshot needs the states at exactly its position, so the tokens before the draft must end there.
             ahead = [request.limit - 1]
             if (position := sequence.next_checkpoint) is not None:
                 ahead.append(position)

@@ -279,9 +279,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`, with one copy per value of the arrays. A copy moves tokens [begins,
-    ends) of the sequence in line `table_rows` of the block table to the position `into`. Zeros are added until the
-    copy has `sizes` tokens."""
+    """Return the copy list for `gather_pages`, with one copy per value of the arrays. The sequence of a copy is
+    line `table_rows` of the block table. Its tokens [begins, ends) are copied to the position `into`. Zeros are
+    added until the copy has `sizes` tokens."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)

@@ -5,7 +5,7 @@ torch, weights or network.
 |----------------|--------------------------------------------------------------------------|
 | layer_specs    | `model_spec`: a config to the specs of its layers                        |
 | families_table | one row for each model family                                            |
-| config_reading | the functions that rows name: layer patterns, fields of tokens and states |
+| config_reading | the functions that the table uses: layer patterns, fields of tokens and states |
 | catalog        | models known by name, configs on disk, embedded models                   |
 """
 
