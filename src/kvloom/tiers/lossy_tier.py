@@ -59,7 +59,8 @@ class LossyTier(WrappedTier):
         return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Looks up lossy pages. An object with an exact form is always a miss."""
+        """Returns for each object whether a read would probably find it. An object with an exact form is always a
+        miss."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
         return self.inner.lookup(self._encoded(objects))

@@ -309,7 +309,7 @@ class TierQueue:
 
     def _wake(self) -> None:
         with self._condition:
-            self._condition.notify_all()  # notifying one could wake `close` instead of the thread
+            self._condition.notify_all()  # notifying one waiter could wake `close` instead of the thread
 
     def _collect(self, now: float) -> None:
         """Settles finished batches and cancels late ones. The caller holds the lock."""
@@ -346,7 +346,7 @@ class TierQueue:
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
             if outcome == Outcome.LATE and batch.load is not None:
-                if not batch.load.is_cancelled:  # otherwise the caller cancelled it
+                if not batch.load.is_cancelled:  # a cancelled load is not counted
                     self._record_late(batch, amount, now)
             elif outcome in _HARMLESS:
                 self._fault_log.add(self.tier.name, verb, name, amount, transfer.reason, now)
