@@ -24,7 +24,7 @@ __all__ = ["HashIndex", "HashKey"]
 
 HashKey = TypeVar("HashKey", bytes, int)
 MAX_NATIVE = 64
-"""Largest number of places for which the native loops can be used."""
+"""Largest number of places (tiers, peers or workers) for which the native loops can be used."""
 
 
 class HashIndex(Generic[HashKey]):
@@ -91,7 +91,7 @@ class HashIndex(Generic[HashKey]):
         return 0 if number is None else self._counts[number]
 
     def _every_group(self, place: str) -> int:
-        """Return the bits that stand for all groups in `place`."""
+        """Return the bits that stand for all groups in `place`, as in `bits`."""
         return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(
@@ -107,7 +107,7 @@ class HashIndex(Generic[HashKey]):
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0
         if parents is None:
-            if known.keys().isdisjoint(hashes):  # the usual case
+            if known.keys().isdisjoint(hashes):  # all hashes are new, which is the usual case
                 before = len(known)
                 known.update(dict.fromkeys(hashes, bits))
                 new = len(known) - before

@@ -85,7 +85,7 @@ class Pins:
         return list(self._pins.values())
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the rows of page ids of all pins."""
+        """Yield the page ids of all pins."""
         for pin in self._pins.values():
             yield self._tree.pages, pin.rows
             if pin.states is not None:
