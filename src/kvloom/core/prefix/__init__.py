@@ -1,13 +1,20 @@
 """Prefix cache: finds the longest cached prefix of a prompt.
 
-radix_tree      RadixTree: cached tokens and their pages node            nodes, roots and checkpoints of the tree
-checkpoints     resumable positions, window pages, unneeded pages resume_rule     the positions at which a prompt
-may resume lookup          Lookup: a prompt's match, and the miss reason lookup_counts   counters of hits and misses
-block_hash      block hashes hash_index      HashIndex: pages of tiers, peers and workers by hash publisher
-hashes of nodes, and events multimodal      images in a prompt; media runs (the pages of one image) media_cache
-MediaCache: cached media runs pins            pins, prefixes of waiting requests, sessions ghosts          records
-of recently evicted tokens offload_batch   pages passed to the offload listener in_transfer     pages that load jobs
-fill and tiers read
+radix_tree      RadixTree: cached tokens and their pages
+node            nodes, roots and checkpoints of the tree
+checkpoints     resumable positions, window pages, unneeded pages
+resume_rule     the positions at which a prompt may resume
+lookup          Lookup: a prompt's match, and the miss reason
+lookup_counts   counters of hits and misses
+block_hash      block hashes
+hash_index      HashIndex: pages of tiers, peers and workers by hash
+publisher       hashes of nodes, and events
+multimodal      images in a prompt; media runs (the pages of one image)
+media_cache     MediaCache: cached media runs
+pins            pins, prefixes of waiting requests, sessions
+ghosts          records of recently evicted tokens
+offload_batch   pages passed to the offload listener
+in_transfer     pages that load jobs fill and tiers read
 """
 
 from .block_hash import (

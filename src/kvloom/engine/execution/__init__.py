@@ -1,13 +1,16 @@
 """Execution: a step on the device, from scheduled work to tokens on the host.
 
-model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs draft_graphs.py      DraftGraphs:
-graphs of steps with drafts head_runner.py       HeadRunner: runs a draft head on the target's hidden states
-piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention inflight_step.py
-InflightStep: a launched step whose tokens have not arrived pooling.py           pool_hidden_states: embeddings of
-prompts output_processor.py  OutputProcessor: applies tokens to requests, finishes them kv_memory.py
-allocate_kv_memory: the pool of a model, and its cache pool_size.py         PoolSize, PoolRule: grow and shrink an
-elastic pool memory_budget.py     measure_budget: bytes of the pool; default step sizes threads.py
-use_threads: CPU threads of torch
+model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
+draft_graphs.py      DraftGraphs: graphs of steps with drafts
+head_runner.py       HeadRunner: runs a draft head on the target's hidden states
+piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
+inflight_step.py     InflightStep: a launched step whose tokens have not arrived
+pooling.py           pool_hidden_states: embeddings of prompts
+output_processor.py  OutputProcessor: applies tokens to requests, finishes them
+kv_memory.py         allocate_kv_memory: the pool of a model, and its cache
+pool_size.py         PoolSize, PoolRule: grow and shrink an elastic pool
+memory_budget.py     measure_budget: bytes of the pool; default step sizes
+threads.py           use_threads: CPU threads of torch
 """
 
 from .draft_graphs import DraftGraphs

@@ -1,11 +1,13 @@
-"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and
-the buffers of batches.
+"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and the
+buffers of batches.
 
     target's step       the hidden states of the step are written to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
+                        the works `wanted`. The target has not computed the last token of these works, so the
+                        head's own hidden state of this token is written.
 
-The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The
-head is never batch-invariant, because only the target decides which tokens are accepted.
+The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The head is
+never batch-invariant, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations

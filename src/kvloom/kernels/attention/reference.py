@@ -4,14 +4,14 @@ results.
 Queries are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens
 of the sequence. This module does not depend on models or the pool.
 
-| argument   | shape               | meaning                                                              |
-|------------|---------------------|----------------------------------------------------------------------|
-| q          | [queries, heads, d] | packed queries of all sequences                                      |
-| k, v       | [pages, b, kv, d]   | pages of this layer, new tokens already written                      |
-| tables     | [sequences, blocks] | page ids, 0 where nothing is visible                                 |
-| starts     | [sequences + 1]     | index in q of each sequence's first query, then the number of        |
-|            |                     | queries; two equal neighbours mean a sequence without queries                      |
-| lengths    | [sequences]         | number of tokens of each sequence, including its queries             |
+| argument | shape               | meaning                                                       |
+|----------|---------------------|---------------------------------------------------------------|
+| q        | [queries, heads, d] | packed queries of all sequences                               |
+| k, v     | [pages, b, kv, d]   | pages of this layer, new tokens already written               |
+| tables   | [sequences, blocks] | page ids, 0 where nothing is visible                          |
+| starts   | [sequences + 1]     | index in q of each sequence's first query, then the number of |
+|          |                     | queries; two equal neighbours mean a sequence without queries |
+| lengths  | [sequences]         | number of tokens of each sequence, including its queries      |
 """
 
 from __future__ import annotations

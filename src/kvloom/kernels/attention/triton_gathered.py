@@ -5,13 +5,13 @@ batches.
 `triton_prefill` defines query rows and blocks. The host passes three int32 lists. Each item of a list has these
 fields:
 
-| list    | fields                                                                                      |
-|---------|---------------------------------------------------------------------------------------------|
-| spans   | first query row, first query, number of queries, position of the first query, first token in K, |
-|         | number of tokens                                                                            |
-| copies  | line of the block table, first token in the pages, number of tokens in the pages, first token in the |
-|         | copy, number of tokens in the copy                                                          |
-| places  | index in the batch, first token in the batch, number of queries, first packed query         |
+| list   | fields                                                                                               |
+|--------|------------------------------------------------------------------------------------------------------|
+| spans  | first query row, first query, number of queries, position of the first query, first token in K,      |
+|        | number of tokens                                                                                     |
+| copies | line of the block table, first token in the pages, number of tokens in the pages, first token in the |
+|        | copy, number of tokens in the copy                                                                   |
+| places | index in the batch, first token in the batch, number of queries, first packed query                  |
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ A query row is one query head of one query token. The query rows of a sequence f
 split into pieces, which different programs compute. A slot is the index of a piece's partial result in a buffer.
 The host passes blocks and joins as int32 lists.
 
-| list    | fields                                                                                      |
-|---------|---------------------------------------------------------------------------------------------|
-| blocks  | line of the block table, first token, end of the tokens, first query row, first query, number of queries, |
-|         | position of the first query, slot                                                           |
-| joins   | first slot, number of pieces, first query row, first query, number of queries               |
+| list   | fields                                                                                                    |
+|--------|-----------------------------------------------------------------------------------------------------------|
+| blocks | line of the block table, first token, end of the tokens, first query row, first query, number of queries, |
+|        | position of the first query, slot                                                                         |
+| joins  | first slot, number of pieces, first query row, first query, number of queries                             |
 """
 
 from __future__ import annotations

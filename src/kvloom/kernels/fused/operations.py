@@ -5,14 +5,14 @@ Results are bit-identical to Hugging Face's modeling code, because values are ro
 tensors run in torch (the oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` replaces
 modules by these functions.
 
-| function       | takes                                             | returns                  |
-|----------------|---------------------------------------------------|--------------------------|
-| `rms_norm`     | x [..., dim], any strides but dense in dim        | the same shape, dense    |
-| `rms_norms`    | x [tokens, heads, dim], two norms                 | the same shape, dense    |
-| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values     | [tokens, dim]            |
-| `add_norm`     | x, y [..., dim], dense                            | a norm of x, after a norm of y was added to x in place |
-| `linear`       | x [..., in], weight [out, in], addend             | [..., out]               |
-| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token |
+| function       | takes                                                           | returns                                                |
+|----------------|-----------------------------------------------------------------|--------------------------------------------------------|
+| `rms_norm`     | x [..., dim], any strides but dense in dim                      | the same shape, dense                                  |
+| `rms_norms`    | x [tokens, heads, dim], two norms                               | the same shape, dense                                  |
+| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values                   | [tokens, dim]                                          |
+| `add_norm`     | x, y [..., dim], dense                                          | a norm of x, after a norm of y was added to x in place |
+| `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
+| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token          |
 
 `linear` is torch's matrix product, except for a single token.
 """

@@ -6,10 +6,10 @@ A view is a strided tensor over the pool. Page `p` of a group begins at byte `p 
 do not depend on block tables. `order` selects the order of axes in memory. The axes of the tensor are the same in both
 orders:
 
-| order | keys, values          | scales        | 8-bit values          | used by                                 |
-|-------|-----------------------|---------------|-----------------------|-----------------------------------------|
-| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: the data of a head is dense |
-| NHD   | tokens, heads, dims   | tokens, heads | tokens, heads, dims   | engines that need all heads of a token together |
+| order | keys, values        | scales        | 8-bit values        | used by                                         |
+|-------|---------------------|---------------|---------------------|-------------------------------------------------|
+| HND   | heads, tokens, dims | heads, tokens | heads, dims, tokens | our kernels: the data of a head is dense        |
+| NHD   | tokens, heads, dims | tokens, heads | tokens, heads, dims | engines that need all heads of a token together |
 """
 
 from __future__ import annotations

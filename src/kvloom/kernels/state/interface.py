@@ -8,13 +8,13 @@ If every sequence of a call has at most STEP_TOKENS tokens, the call runs token 
 caller passes the length of the longest sequence (`StateRows.longest`), so the host does not wait for the device.
 CPU tensors and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant` calls run in Triton.
 
-| function      | update for one token                                                | state of a page             |
-|---------------|---------------------------------------------------------------|-----------------------------|
-| causal_conv   | y = sum of the last `taps` inputs by weight                   | [channels, columns]         |
-| linear_scan   | h = exp(log_decay) h + x;  y = h                              | [channels]                  |
-| mamba1_scan   | h = exp(dt a) h + dt x b;  y = h c + d x                      | [channels, n]               |
-| mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
-| delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
+| function    | update for one token                                       | state of a page             |
+|-------------|------------------------------------------------------------|-----------------------------|
+| causal_conv | y = sum of the last `taps` inputs by weight                | [channels, columns]         |
+| linear_scan | h = exp(log_decay) h + x;  y = h                           | [channels]                  |
+| mamba1_scan | h = exp(dt a) h + dt x b;  y = h c + d x                   | [channels, n]               |
+| mamba2_scan | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)      | [heads, p, n]               |
+| delta_rule  | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head) | [value heads, k dim, v dim] |
 
 Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call, or once
 per token in batch-invariant calls. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with

@@ -3,20 +3,20 @@ tensor.
 
 A `StateRows` is built once per step. All layers of one block table use the same one.
 
-| field           | shape           | meaning                                                                       |
-|-----------------|-----------------|-------------------------------------------------------------------------------|
-| starts          | [sequences + 1] | index of each sequence's first token, then the number of tokens; two equal    |
-|                 |                 | neighbours mean a sequence without tokens                                     |
-| read            | [sequences]     | page of the sequence's first state; 0: the sequence begins from zeros         |
-| write           | [sequences]     | page for the last state, may be the `read` page; 0: it is not stored          |
-| fresh           | [sequences]     | true: the sequence begins from zeros even if `read` is set, because that page |
-|                 |                 | was never written                                                             |
+| field           | shape           | meaning                                                                        |
+|-----------------|-----------------|--------------------------------------------------------------------------------|
+| starts          | [sequences + 1] | index of each sequence's first token, then the number of tokens; two equal     |
+|                 |                 | neighbours mean a sequence without tokens                                      |
+| read            | [sequences]     | page of the sequence's first state; 0: the sequence begins from zeros          |
+| write           | [sequences]     | page for the last state, may be the `read` page; 0: it is not stored           |
+| fresh           | [sequences]     | true: the sequence begins from zeros even if `read` is set, because that page  |
+|                 |                 | was never written                                                              |
 | longest         | host int        | largest number of tokens of a sequence; up to STEP_TOKENS, the call runs token |
-|                 |                 | by token                                                                      |
-| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after |
-|                 |                 | all tokens (GPU only)                                                         |
-| batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of |
-|                 |                 | a sequence into chunks                                                        |
+|                 |                 | by token                                                                       |
+| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after  |
+|                 |                 | all tokens (GPU only)                                                          |
+| batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of  |
+|                 |                 | a sequence into chunks                                                         |
 
 Sequences run in parallel. A page that one sequence writes must not be read or written by another sequence of the
 call. The caller therefore splits a prompt at its snapshots and makes one call per part. The last state of a

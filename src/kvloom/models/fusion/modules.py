@@ -1,18 +1,18 @@
 """Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after
 the model was prepared for pages.
 
-| found in a model                      | replaced by                                               |
-|---------------------------------------|-----------------------------------------------------------|
-| RMS norms                             | one launch                                                |
-| gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
-| q_proj, k_proj, v_proj                | one matrix product                                        |
-| `apply_rotary_pos_emb`                | one launch                                                |
-| rotary embeddings (`rotary_cache`)    | on a GPU, a table lookup                                  |
-| decoder layers with these modules     | residuals added by the product, or by the norm after it   |
-| attention (`fused_attention`)         | on a CPU one rotation in place, and fewer calls; on a GPU  |
-|                                       | single tokens are rotated by the launch that writes them, |
-|                                       | prompts by the launch that norms q and k                  |
-| experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
+| found in a model                   | replaced by                                               |
+|------------------------------------|-----------------------------------------------------------|
+| RMS norms                          | one launch                                                |
+| gate_proj, up_proj of a gated MLP  | one matrix product, one launch for the activation         |
+| q_proj, k_proj, v_proj             | one matrix product                                        |
+| `apply_rotary_pos_emb`             | one launch                                                |
+| rotary embeddings (`rotary_cache`) | on a GPU, a table lookup                                  |
+| decoder layers with these modules  | residuals added by the product, or by the norm after it   |
+| attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
+|                                    | single tokens are rotated by the launch that writes them, |
+|                                    | prompts by the launch that norms q and k                  |
+| experts and routers (`moe`)        | two grouped matrix products, one launch for the routing   |
 
 Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
 input. A module with different results is not changed. Weights are joined in one tensor, and the weights of the

@@ -1,9 +1,9 @@
 """Mixtures of experts in Hugging Face modules, computed as grouped matrix products.
 
-| found in a model                                             | replaced by                                   |
-|--------------------------------------------------------------|-----------------------------------------------|
-| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device  |
-| routers: softmax of one product, top-k                       | one launch after the product                  |
+| found in a model                                              | replaced by                                  |
+|---------------------------------------------------------------|----------------------------------------------|
+| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device |
+| routers: softmax of one product, top-k                        | one launch after the product                 |
 
 Each replacement is first compared on random input. A module with different results is not changed.
 """

@@ -3,14 +3,14 @@
     x = projection(concat(norm(embedding of token n), norm(hidden state of token n - 1)))
     hidden state = norm(decoder layer(x))      logits = target's output matrix(hidden state)
 
-| weights of                    | DeepSeek-V3, GLM-4.5: `model.layers.N.` (N layers) | Qwen3-Next: `mtp.`      |
-|-------------------------------|-----------------------------------------------------|-------------------------|
-| projection                    | `eh_proj`                                           | `fc`                    |
-| norm of embeddings            | `enorm`                                             | `pre_fc_norm_embedding` |
-| norm of hidden states         | `hnorm`                                             | `pre_fc_norm_hidden`    |
-| norm after the layer          | `shared_head.norm`                                  | `norm`                  |
-| decoder layer                 | all others                                          | `layers.0`              |
-| embeddings, output matrix     | `embed_tokens`, `shared_head.head`; or the target's | the target's            |
+| weights of                | DeepSeek-V3, GLM-4.5: `model.layers.N.` (N layers)  | Qwen3-Next: `mtp.`      |
+|---------------------------|-----------------------------------------------------|-------------------------|
+| projection                | `eh_proj`                                           | `fc`                    |
+| norm of embeddings        | `enorm`                                             | `pre_fc_norm_embedding` |
+| norm of hidden states     | `hnorm`                                             | `pre_fc_norm_hidden`    |
+| norm after the layer      | `shared_head.norm`                                  | `norm`                  |
+| decoder layer             | all others                                          | `layers.0`              |
+| embeddings, output matrix | `embed_tokens`, `shared_head.head`; or the target's | the target's            |
 
 transformers does not load these weights with the target. The layer has the target's architecture, with full
 attention. For further draft tokens, the head runs again on its own output. If there are several heads, only the

@@ -83,23 +83,23 @@ class Batch:
     """The inputs of one step. The new tokens of all sequences are packed in one tensor, one sequence after another.
     `rows` in the shapes is the number of sequences.
 
-    | field                | meaning                                                                                     |
-    |----------------------|---------------------------------------------------------------------------------------------|
-    | tables[group]        | page ids [runs, rows, blocks]                                                               |
-    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`           |
-    | pages[group], places | page id of each token, and its place (offset) inside the page; slots are computed from both |
-    | last                 | index of each sequence's last token                                                         |
-    | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks sequences that begin without a state   |
-    | replayed             | whether one CUDA graph computes the step                                                    |
-    | bounds, sizes        | starts and lengths on the host; invalid if `replayed`: only the device has them             |
-    | shares               | whether some sequences share pages (`Pages.set_shared_runs`)                                |
-    | embeds               | embeddings that replace `tokens`, if the step has images                                    |
-    | spans                | image id of each token; tokens of one image see each other in both directions               |
-    | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                |
-    | seen                 | images that cross-attention layers read                                                     |
-    | cold                 | sequences with cold blocks, which full-attention layers read from host memory               |
-    | drafts               | number of draft tokens at the end of each sequence; empty if there are no drafts            |
-    | longest              | if `replayed`: largest number of tokens of a sequence in this step                          |
+    | field                | meaning                                                                                          |
+    |----------------------|--------------------------------------------------------------------------------------------------|
+    | tables[group]        | page ids [runs, rows, blocks]                                                                    |
+    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`                |
+    | pages[group], places | page id of each token, and its place (offset) inside the page; slots are computed from both      |
+    | last                 | index of each sequence's last token                                                              |
+    | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks sequences that begin without a state        |
+    | replayed             | whether one CUDA graph computes the step                                                         |
+    | bounds, sizes        | starts and lengths on the host; invalid if `replayed`: only the device has them                  |
+    | shares               | whether some sequences share pages (`Pages.set_shared_runs`)                                     |
+    | embeds               | embeddings that replace `tokens`, if the step has images                                         |
+    | spans                | image id of each token; tokens of one image see each other in both directions                    |
+    | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                     |
+    | seen                 | images that cross-attention layers read                                                          |
+    | cold                 | sequences with cold blocks, which full-attention layers read from host memory                    |
+    | drafts               | number of draft tokens at the end of each sequence; empty if there are no drafts                 |
+    | longest              | if `replayed`: largest number of tokens of a sequence in this step                               |
     | stored               | if `longest` > 1: number of tokens of each sequence after which recurrent layers store the state |
 
     Padding tokens and padding sequences may follow the last bound.

@@ -1,14 +1,14 @@
 """All changes for single model families.
 
-| family                     | difference                                          | solution                                  |
-|----------------------------|-----------------------------------------------------|-------------------------------------------|
-| DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in latent space (`absorb_latent`) |
-| Phi-3 and -4 (longrope)    | rotary frequencies depend on the longest sequence of a step | chosen once (`fix_rope_frequencies`) |
-| GPT-2, BERT, …             | check every step's tokens for padding, and warn     | the check is disabled (`prepare`)         |
-| Granite hybrids, windows   | look up masks of kinds for which they make none     | an empty mask by kind (`add_mask_names`)  |
-| MiniMax                    | no function that a kernel could replace             | its own forward (`scans.lightning_forward`) |
-| Llama 3.2 Vision           | attends to images in separate layers                | reads image pages (`cross_attention`)     |
-| RecurrentGemma, indexers   | the probe would state a misleading reason           | refused by name or field (`refusal_reason`) |
+| family                   | difference                                                  | solution                                    |
+|--------------------------|-------------------------------------------------------------|---------------------------------------------|
+| DeepSeek (MLA)           | caches latents, expects expanded keys and values            | attention in latent space (`absorb_latent`) |
+| Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest sequence of a step | chosen once (`fix_rope_frequencies`)        |
+| GPT-2, BERT, …           | check every step's tokens for padding, and warn             | the check is disabled (`prepare`)           |
+| Granite hybrids, windows | look up masks of kinds for which they make none             | an empty mask by kind (`add_mask_names`)    |
+| MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
+| Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
+| RecurrentGemma, indexers | the probe would state a misleading reason                   | refused by name or field (`refusal_reason`) |
 """
 
 from __future__ import annotations

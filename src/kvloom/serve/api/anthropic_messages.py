@@ -211,7 +211,9 @@ def _whole_block(block: Block) -> dict[str, Any]:
         read = msgspec.json.decode(block.text or "{}")
     except (msgspec.DecodeError, RecursionError):
         read = None
-    given = read if isinstance(read, dict) else {"arguments": block.text}  # the model wrote no object
+    given = (
+        read if isinstance(read, dict) else {"arguments": block.text}
+    )  # the model wrote arguments that are not an object
     return {"type": "tool_use", "id": block.first.id, "name": block.first.name, "input": given}
 
 
@@ -344,7 +346,9 @@ class _Reader:
             self._message(message, f"messages[{place}]")
         self._mark(given, "cache_control")
         seconds = 0.0
-        for place in range(len(self.breakpoints) - 1, -1, -1):  # a prefix lives as long as what follows it
+        for place in range(
+            len(self.breakpoints) - 1, -1, -1
+        ):  # a prefix is retained at least as long as the tokens after it
             point = self.breakpoints[place]
             seconds = max(seconds, point.ttl)
             self.breakpoints[place] = msgspec.structs.replace(point, ttl=seconds)

@@ -41,14 +41,14 @@ class FairThread:
             self._next()
 
     def _next(self) -> None:
-        """Let the waiting tenant that was served least recently run next."""
+        """Start the next function, for the waiting tenant that was served least recently."""
         self._is_busy = False
         while self._turns:
             tenant, turns = self._turns.popitem(last=False)
             while turns:
                 turn = turns.popleft()
                 if turn.done():
-                    continue  # cancelled
+                    continue  # the waiting request was cancelled
                 if turns:
                     self._turns[tenant] = turns
                 self._is_busy = True

@@ -29,8 +29,8 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`, the
-    server accepts only requests whose headers Host and Origin have loopback names (`check_host`).
+    """The state of one server. `models` maps names to models, and the first model is the default. Without `keys`,
+    the server accepts only requests whose headers Host and Origin have loopback names (`check_host`).
     """
 
     keys: ApiKeys

@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """Has one `DashboardState` for each served model, and takes samples of all of them for the history."""
+    """Has one `DashboardState` for each served model, and takes samples of all models for the history."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
