@@ -236,8 +236,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return a lower bound, in microseconds, for `batch` rows that share a prefix. It is the sum of two times: one for
-    the prefix, and one for the rows' own tokens. Each is the time for its bytes or for its FLOPs, whichever is longer.
+    """Return a lower bound, in microseconds, for `batch` sequences that share a prefix. It is the sum of two times:
+    one for the prefix, and one for the own tokens of the sequences. Each is the time for its bytes or for its
+    FLOPs, whichever is longer.
     """
 
     def part(tokens_read: int, pairs: int) -> float:
@@ -281,8 +282,8 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield rows for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed about as much
-    as bytes do.
+    """Yield the report lines for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed
+    about as much as bytes do.
     """
     from kvloom.kernels.attention import DecodePlan, Shape
 

@@ -78,7 +78,7 @@ def best(rounds: Sequence[Any]) -> Any:
 
 
 def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per workload: kvloom's time, the peer's time, their ratio and the goal."""
+    """Return one dictionary per workload: kvloom's time, the peer's time, their ratio and the goal."""
     rows = []
 
     def row(work: str, ours: float, peer: str, theirs: float | None, goal: float | None) -> None:

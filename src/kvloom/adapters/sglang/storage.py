@@ -50,8 +50,9 @@ KV = str(PoolName.KV)
 
 
 class KvloomStorage(HiCacheStorage):
-    """One storage backend over kvloom's tiers. SGLang passes its storage config, and `kwargs` of its own. `others` are
-    open tiers that replace the configured ones. Raises ValueError for wrong settings. Thread-safe.
+    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in `kwargs`.
+    If `others` is given, these open tiers are used instead of the configured tiers. Raises ValueError for wrong
+    settings. Thread-safe.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class KvloomStorage(HiCacheStorage):
         self._is_cleared = False
         self._metrics = StorageMetrics()
         self.faults = 0
-        """Calls that ended by an error and were answered as misses."""
+        """Number of calls that failed with an error, and whose pages were reported as misses."""
 
     # --- pools
 

@@ -64,7 +64,7 @@ class EncodingStats:
     fallbacks: int = 0
     """Images that were encoded here, because their encode worker was lost, late, unknown or refused them."""
     seconds: float = 0.0
-    """Sum of the times from request to embeddings."""
+    """Sum of the seconds from each request to its embeddings."""
 
 
 class _EncodeWorker:
@@ -171,7 +171,7 @@ class RemoteEncoders:
         tenant = image.tenant
         stored = page_objects(key, EMBEDDINGS, tenant, 0, 1)
         if tier.lookup(stored).all():
-            with suppress(PagesError):  # evicted since
+            with suppress(PagesError):  # the embeddings were evicted since the lookup
                 return self._read(tier, key, tenant, deadline), 0
         pages = pack({"tenant": tenant, "digest": image.digest.hex()}, image.inputs)
         write_pages(tier, key, INPUTS, tenant, pages, deadline)
@@ -196,7 +196,9 @@ class RemoteEncoders:
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:
-            if tier.lookup(sent).all():  # before the embeddings, which are stored first
+            if tier.lookup(
+                sent
+            ).all():  # checked before the embeddings, because the encode worker stores the embeddings before it drops the image
                 seen = now
             if tier.lookup(stored).all():
                 return
