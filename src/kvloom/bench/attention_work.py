@@ -1,7 +1,7 @@
 """Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-Unless a row states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims. Its bf16 pages
-have 16 tokens and are in random order. `gpu_timing` times the calls.
+Unless a line of the report states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims.
+Its bf16 pages have 16 tokens and are in random order. `gpu_timing` times the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM and SGLang in the same run.
 
-Peers run in a separate process, in this interpreter or that of `--peer-python`. `index_work` measures kvloom. This
-module compares and prints.
+Peers run in a separate process, in this interpreter or in the interpreter of `--peer-python`. `index_work` measures
+kvloom. This module compares and prints.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
 (the pages of one image). One policy orders all entries. A window page that no checkpoint needs is evicted before
-any entry. The allocator only chooses what is evicted. The tree or the media cache then drops the pages.
+any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops its pages.
 """
 
 from __future__ import annotations

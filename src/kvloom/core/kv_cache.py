@@ -187,9 +187,9 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
-        has changed. Raises RuntimeError if as many sequences are open as the cache allows (`max_sequences`).
-        Allocates no pages, so call `extend` next.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
+        cache has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so
+        call `extend` next.
         """
         state = self.state
         match = state.lookup.refreshed(match)
@@ -227,8 +227,8 @@ class KVCache:
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each of many open sequences, given by their row numbers. Each sequence may be listed
-        only once. The cost grows with the number of sequences that fill a block."""
+        """Commit one token for each open sequence in `rows`, which contains row numbers. Each sequence may be
+        listed only once. The cost grows with the number of sequences that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:

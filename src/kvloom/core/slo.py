@@ -300,7 +300,7 @@ class SloAdmission:
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
-        """Let the average delay by prompts decay, because the worker had no work for `seconds`."""
+        """Lower the average delay by prompts, because the worker had no work for `seconds`."""
         self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property

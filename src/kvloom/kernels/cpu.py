@@ -205,11 +205,11 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step with one token per tensor row: the page ids of the token's sequence ([rows, blocks], int32) and its
-    visible tokens.
+    """The tokens of a step, one per row of the tensors. Each token has the page ids of its sequence ([rows,
+    blocks], int32) and its visible tokens.
 
-    `ordered` states that several rows may belong to one sequence. A row then sees the tokens of earlier rows, so
-    all rows run in order, in one thread.
+    `ordered` states that several tokens may belong to one sequence. A token then sees earlier tokens of the step,
+    so all tokens run in order, in one thread.
     """
 
     def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:

@@ -294,8 +294,8 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the length in the simulated cache of `tokens` tokens of the trace. A block has HASH_TOKENS tokens
-        there.
+        """Return the number of tokens in the simulated cache for `tokens` tokens of the trace. A block of the trace
+        has HASH_TOKENS tokens in the simulated cache.
         """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)

@@ -63,8 +63,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Usage of a tier: the number of blocks that prompts hit in this tier but in no faster tier, of blocks written,
-    and of blocks stored at the end."""
+    """Three numbers about a tier: blocks that prompts hit in this tier but in no faster tier, blocks written to it,
+    and blocks stored in it at the end."""
 
     name: str
     capacity_blocks: int
@@ -116,9 +116,9 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, each session is ended after its last request. A block has 16 bytes here, and tenants' quotas count
-    these bytes. If a request is longer than a cache, only its beginning is stored. Takes about 4 seconds per
-    million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
+    With `ended`, each session is ended after its last request. In the simulated cache a block has 16 bytes, and
+    tenants' quotas count these bytes. If a request is longer than a cache, only its beginning is stored. Takes
+    about 4 seconds per million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:

@@ -49,8 +49,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects under which the inner tier stores re-encoded pages. The exact and the lossy form of a
-        page map to the same object.
+        """Returns the batch of objects under which the inner tier stores the re-encoded pages. The exact and the
+        lossy form of a page have the same object in the inner tier.
         """
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)

@@ -26,8 +26,8 @@ log = logging.getLogger("kvloom.vllm")
 
 @dataclass(slots=True)
 class _Lookup:
-    """A lookup that the workers have to answer. `positions` are the positions at which all workers can resume. It is
-    None until every worker has answered.
+    """A lookup that the workers have to answer. `positions` lists the positions at which all workers can resume. It
+    is None until every worker has answered.
     """
 
     number: int

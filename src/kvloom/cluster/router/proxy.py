@@ -74,8 +74,8 @@ class ProxyOptions:
     """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
     tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, the
-    router gives up a worker that sends nothing for `silent_seconds`. While no worker can take a request, the request
+    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, a
+    worker that sends nothing for `silent_seconds` counts as failed. While no worker can take a request, the request
     waits up to `wait_seconds` for a worker that returns."""
 
     inflight: int = 256

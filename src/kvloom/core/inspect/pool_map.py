@@ -96,8 +96,8 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the number that stands for a tenant in owner codes. A new tenant, declared or not, gets the next
-        free number."""
+        """Return the number of a tenant in owner codes, which are numbers that stand for a group and a tenant. A
+        new tenant, declared or not, gets the next free number."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)

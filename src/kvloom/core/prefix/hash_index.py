@@ -298,12 +298,12 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return, for each place (for example a worker), the longest resumable length of a prompt there, in tokens.
+        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed from its pages.
         Entry i belongs to place number i. Partial last blocks are ignored.
 
-        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and groups,
-        combine their bits with `|` first. Without windows and states, the cost is one comparison per block, plus a
-        small cost per place.
+        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and
+        groups, combine their bits with `|` first. Without windows and states, the cost is one comparison per block,
+        plus a small cost per place.
         """
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)

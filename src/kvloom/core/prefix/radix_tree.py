@@ -216,8 +216,8 @@ class RadixTree(Checkpoints):
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """Add one block to each of many nodes. `may_append` must be true for each node. Has the same effect as
-        `publish`."""
+        """Add one block to every node of `nodes`. `may_append` must be true for each of them. Has the same effect
+        as `publish`."""
         self.pages.add_cached(rows, None)
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):

@@ -57,7 +57,7 @@ def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length
 
 
 def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
-    """Commit one token for each of many open sequences, given by row numbers. See `KVCache.commit_many`."""
+    """Commit one token for each open sequence in `rows`, which contains row numbers. See `KVCache.commit_many`."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     ids = np.frombuffer(token_bytes(tokens), np.int32)
@@ -208,8 +208,9 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Release one block of each of many sequences, like `_leave_windows`. `rows` are their row numbers. Sequences
-    that share a page, or that have different accounts, are processed one by one.
+    """Do the work of `_leave_windows` for many sequences at once: release one block of each that has left a window.
+    `rows` are the row numbers of the sequences. Sequences that share a page, or that have different accounts, are
+    processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:

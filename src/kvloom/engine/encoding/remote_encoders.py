@@ -4,7 +4,7 @@
        └────▶ missing: write the image, look up until the encode worker has stored the embeddings, read them
 
 Threads do this, so that steps do not wait. An image that several requests need at once is requested once. After a
-failure, images are encoded here, and the encode worker is not asked for PAUSE_SECONDS.
+failure, this worker encodes the images itself, and does not ask the encode worker for PAUSE_SECONDS.
 """
 
 from __future__ import annotations

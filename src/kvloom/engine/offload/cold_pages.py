@@ -247,8 +247,8 @@ class ColdPages:
         return found
 
     def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
-        """Return the blocks whose pages must be in the pool to resume at `position`, with one entry for each page
-        that a block owns in every group. Pages of other blocks can stay cold.
+        """Return the blocks whose pages must be in the pool to resume at `position`, as (group, form, blocks). If a
+        block owns several pages in a group, the group has one entry for each. Pages of other blocks can stay cold.
 
         A windowed group needs the blocks inside the window. A group with full attention needs only a partial last
         block. A state group needs the last block.

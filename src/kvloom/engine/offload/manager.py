@@ -213,10 +213,10 @@ class OffloadManager:
         return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide what a running request with uncomputed prompt tokens does in this step.
+        """Decide the action of a running request with uncomputed prompt tokens for this step.
 
-        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
-        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME
+        once the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
         computed and the loaded tokens will be loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)

@@ -59,8 +59,8 @@ class SamplingRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step ([rows], int64), and the log-probabilities of rows that request them. Both are on the
-    device of the logits.
+    """The sampled tokens of a step ([rows of logits], int64), and the log-probabilities for requests that want
+    them. Both are on the device of the logits.
     """
 
     tokens: torch.Tensor
@@ -321,5 +321,6 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index tensor. Return None if there are no rows, or if they are all rows."""
+    """Return the row numbers `rows` as an index tensor. Return None if the list is empty, or if it contains all
+    `count` rows."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

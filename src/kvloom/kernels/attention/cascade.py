@@ -58,7 +58,7 @@ def find_shared_runs(
     short to be worth sharing are left out.
 
     `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
-    the queries of this step. `depth` is the largest number of levels, so of shared runs per sequence.
+    the queries of this step. `depth` is the largest number of shared runs per sequence.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens

@@ -212,8 +212,8 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list of
-    merges of split blocks; and the number of slots for partial results.
+    """Return three values for `attend_blocks`: the blocks (groups of query rows) of the `chosen` sequences, longest
+    first; the list of merges of split blocks; and the number of slots for partial results.
 
     Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each query
     of an image, the last token of the image.
@@ -261,7 +261,7 @@ def span_list(
     causal: bool,
     span: Visibility,
 ) -> Lists:
-    """Return the block list for `attend_gathered`, longest blocks first.
+    """Return the list of blocks (groups of query rows) for `attend_gathered`, longest blocks first.
 
     Each array has one value per sequence. The gathered K and V of a sequence begin at token `bases` and have
     `tokens` tokens. The first `context_lengths` of these tokens precede the queries. `rows` is the number of query
@@ -279,9 +279,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`, with one copy per value of the arrays. The sequence of a copy is
-    line `table_rows` of the block table. Its tokens [begins, ends) are copied to the position `into`. Zeros are
-    added until the copy has `sizes` tokens."""
+    """Return the copy list for `gather_pages`. Each copy has one value in every array: the line of the block table
+    (`table_rows`), the token range to copy ([begins, ends)), the position to copy to (`into`), and its size in
+    tokens (`sizes`). Zeros fill the rest of a copy whose token range is shorter than its size."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)

@@ -277,8 +277,8 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """Return a mask [n, c, t]: which tokens each query sees. Token positions count from the first block of the
-    piece."""
+    """Return which tokens each query sees, as a mask [n pieces, c queries, t tokens]. Token positions count from
+    the first block of the piece."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
@@ -325,7 +325,8 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales as [kv, n, 1, t]. Scales per head are returned as [kv or 1, 1, 1, 1]."""
+    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv or 1, 1, 1,
+    1]."""
     if scales is None:
         return None
     if scales.dim() < 3:

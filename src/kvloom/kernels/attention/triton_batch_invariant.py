@@ -110,7 +110,8 @@ def attend_by_piece(
     SIZE: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one block of BM query rows of one KV head over all its pieces. Grid: (items * HEADS)."""
+    """Compute attention of one block of BM query rows of one KV head, over pieces of PIECE tokens, one after
+    another. Grid: (items * HEADS)."""
     kv_head = tl.program_id(0) % HEADS
     item = ITEMS + tl.program_id(0) // HEADS * ITEM_WIDTH
     table = TABLES + tl.load(item).to(tl.int64) * table_row
@@ -171,8 +172,8 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Count the pieces of each sequence, which has one query. Writes the running sum of the counts to ENDS
-    [CAPACITY]. Run by one program."""
+    """Count the pieces (PIECE tokens each) of every sequence. Writes the running sum of the counts to ENDS
+    [CAPACITY]. Every sequence has one query. Run by one program."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE
@@ -190,8 +191,8 @@ def attend_pieces(
     SIZE: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of sequences with one query, piece by piece. Grid: (lanes, HEADS, blocks of BM query heads
-    of a KV head). A lane processes several pieces.
+    """Compute attention of sequences with one query, separately for each piece of PIECE tokens. Grid: (lanes,
+    HEADS, blocks of BM query heads of a KV head). A lane processes several pieces.
 
     Writes the results of a piece to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak,
     weight].

@@ -64,7 +64,7 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """Return the scale of each token of a unit, or 1 if pages have no scales."""
+    """Return the scale of each token of a unit (BN tokens), or 1 if pages have no scales."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -98,8 +98,8 @@ def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED states that the token
-    dimension is dense in memory.
+    """Return the values of a unit (BN tokens): [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED states that
+    the token dimension is dense in memory.
     """
     if TURNED:
         turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
@@ -113,7 +113,7 @@ def load_values(
 def _seen(
     t, ok, first, last, own, tree_rows, TREES, BOUNDS: tl.constexpr, TREE: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Return a mask: which tokens of the unit each query row sees. It is [tokens, rows] if SMALL, else [rows,
+    """Return which tokens of a unit (BN tokens) each query row sees, as a mask [tokens, rows] if SMALL, else [rows,
     tokens]."""
     t = t[:, None] if SMALL else t[None, :]
     seen = ok[:, None] if SMALL else ok[None, :]
@@ -262,8 +262,8 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a unit, [WIDTH_, tokens]. Their token dimension is dense in memory. If a page has fewer
-    tokens than a unit, pages are read one by one, so that adjacent threads read adjacent bytes."""
+    """Load the values of a unit (BN tokens), [WIDTH_, tokens]. Their token dimension is dense in memory. If a page
+    has fewer tokens than a unit, pages are read one by one, so that adjacent threads read adjacent bytes."""
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)

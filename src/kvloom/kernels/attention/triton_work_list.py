@@ -205,7 +205,8 @@ def _join(
     PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
     HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of one query row of a split tile to a running softmax."""
+    """Add the partial results of one query row to a running softmax. The query row is in a tile whose tokens
+    several lanes read."""
     tile = row // BM
     begin = base + tile * units
     last = (begin + units - 1) // stretch
@@ -253,8 +254,8 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of split tiles. There is one program for each boundary between lanes, head and
-    query row. A sequence that sees no token gets zeros.
+    """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for
+    each boundary between lanes, head and query row. A sequence that sees no token gets zeros.
 
     A tile may cross several boundaries. Only the program of the first boundary merges the tile, and the others
     return. Programs are small, so that all of them can wait on the device while the previous launch runs.
@@ -310,9 +311,10 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the segments that contain results of each query token: first its own segment, then its shared segments.
-    Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are: its units (0 if there is no segment),
-    the units before it, the tiles before it, and the index of the token in the segment.
+    """Find the segments (token ranges of the work list) that contain results of each query token: first its own
+    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are: its
+    units (0 if there is no segment), the units before it, the tiles before it, and the index of the token in the
+    segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
     query in that segment.
@@ -350,8 +352,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge, for each query token and head, the results of its own segment with the results of every shared segment
-    that it reads."""
+    """Merge, for each query token and head, the results of its own segment (token range of the work list) with the
+    results of every shared segment that it reads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

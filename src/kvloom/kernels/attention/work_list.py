@@ -223,8 +223,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs,
-        and waits for its results."""
+        """Merge the partial results of split tiles (tiles whose tokens several programs read). On a GPU this launch
+        starts while `attend_tiles` still runs, and waits for its results."""
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
@@ -237,7 +237,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Merge the partial results of each query with the partial results of the shared runs that it reads."""
+        """Merge the partial results of each query with the partial results of the shared runs (page ranges of
+        several sequences) that it reads."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

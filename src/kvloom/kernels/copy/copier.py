@@ -380,7 +380,8 @@ def merge_adjacent(
     """Merge copies of `size` bytes if their sources and their targets are both adjacent. Return targets, sources
     and sizes.
 
-    Each copy costs the driver and the copy engine a fixed time, so few long copies are faster than many short ones.
+    Each copy costs the driver and the copy engine a fixed time, so few long copies are faster than many short
+    copies.
     """
     if not len(targets):
         return targets, sources, targets

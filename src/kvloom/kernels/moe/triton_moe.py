@@ -43,8 +43,8 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Assign tile rows to the pairs of one chunk that have one expert. The pairs keep their order. Grid: (expert,
-    chunk)."""
+    """Write the pairs of one chunk that selected one expert to the tile rows of this expert. The pairs keep their
+    order. Grid: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs

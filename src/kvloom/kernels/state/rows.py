@@ -87,7 +87,8 @@ class StateRows:
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
-        """Return sequences of `tokens` tokens each. Sequence i reads and writes the state in page `slots[i]`.
+        """Return a `StateRows` for sequences of `tokens` tokens each. Sequence i reads and writes the state in page
+        `slots[i]`.
 
         A sequence with page 0 is padding. It starts from zeros and stores nothing.
         """

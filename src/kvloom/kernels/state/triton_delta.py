@@ -65,7 +65,7 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return 1 / (Euclidean length) of every row of the tile `x`, which is a vector."""
+    """Return 1 / (Euclidean length) of each row vector of the tile `x`."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 

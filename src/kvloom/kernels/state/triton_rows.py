@@ -125,8 +125,8 @@ def places(rows: StateRows, tokens: int, chunk: int) -> int:
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many starts a program reads to find its sequence. The result is one of a few numbers, so that few
-    kernels are compiled.
+    """Return how many entries of `starts` a program reads to find its sequence. The result is one of a few numbers,
+    so that few kernels are compiled.
     """
     return max(64, int(triton.next_power_of_2(rows.sequences)))
 

@@ -43,7 +43,8 @@ PROGRAMS = 512
 
 @triton.jit
 def _load_pairs(x, kept, PAIRS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ADJACENT: tl.constexpr):
-    """Return both members of every pair in float32. Adjacent pairs are read together and split in registers."""
+    """Return both members of every rotated pair in float32. Adjacent pairs are read together and split in
+    registers."""
     if ADJACENT:
         both_lane = tl.arange(0, 2 * WIDE)[None, :]
         both = tl.load(x[:, None] + both_lane, mask=kept[:, None] & (both_lane < 2 * PAIRS), other=0.0)

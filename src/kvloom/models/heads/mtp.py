@@ -144,8 +144,8 @@ def _renamed(key: str, layers: int) -> str | None:
 
 
 def _layer_config(config: Any) -> Any:
-    """Return the config of a model with one layer, which is like the target's layers. The vocabulary size is a
-    placeholder, because the embeddings and the output matrix of the target are shared later."""
+    """Return the config of a model with a single layer. The layer has the architecture of the target's layers. The
+    vocabulary size is a placeholder, because the embeddings and the output matrix of the target are shared later."""
     if getattr(config, "quantization_config", None):
         raise ModelError("speculate mtp does not support quantised weights: use a checkpoint in bfloat16")
     config = copy.deepcopy(config)
@@ -157,7 +157,7 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Set the config fields by which each family chooses experts or a dense MLP for the layer of the head."""
+    """Make the layer of the head have experts or a dense MLP. Each family has other config fields for this choice."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

@@ -21,7 +21,7 @@ EMBEDDINGS = "vision.embeddings"
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """The model inputs of one image, and the digest of its content. `read` states whether the embeddings may be
-    loaded from tiers, and `store` whether they may be stored there. `tenant` is the owner of the embeddings.
+    loaded from tiers, and `store` whether they may be stored in tiers. `tenant` is the owner of the embeddings.
     `embeddings` ([tokens, hidden]) are set if an encode worker computed them."""
 
     inputs: Mapping[str, torch.Tensor]

@@ -188,8 +188,8 @@ class MessagesBuilder(ChatResponse):
     def _usage(self, output: int) -> dict[str, int]:
         """Return the token counts of a message in Anthropic's format.
 
-        Prompt tokens are divided into those read from the cache, those computed before the last breakpoint
-        ("creation"), and the rest.
+        Prompt tokens are divided into tokens read from the cache, tokens computed before the last breakpoint
+        ("creation"), and all other tokens.
         """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)

@@ -463,8 +463,8 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return the tokens of a text. If the prompt will be truncated, return only the tokens at the end: those to keep,
-    and some before them.
+    """Return the tokens of a text. If the prompt will be truncated, return only its last tokens: the tokens to
+    keep, and some tokens before them.
 
     Raises ApiError for too many characters, or if the start of the text already has far too many tokens.
     """

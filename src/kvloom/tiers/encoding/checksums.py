@@ -73,8 +73,8 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies the layer runs of a page to `into` and returns the checksums of the runs. With `of_target`, the
-    checksums are computed from `into` after the copy, else from `page`.
+    """Copies the layer runs of a page to `into` and returns their checksums. With `of_target`, the checksums are
+    computed from `into` after the copy, else from `page`.
 
     Costs little more than a copy, because each part is still in the processor's cache.
     """

@@ -339,9 +339,9 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens the host tier of another process as a tier. The capacity is that of the peer. An empty `secret` selects
-    the user's default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the
-    peer cannot be reached."""
+    """Opens the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
+    selects the user's default secret. From `config`, only timeout, threads and batch size are used. Raises
+    TierError if the peer cannot be reached."""
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
         raise ValueError(
