@@ -75,8 +75,11 @@ def _flash3(
 def _page_lists(
     tables: torch.Tensor, lengths: list[int], block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return block tables in FlashInfer's format, as three tensors: the bounds of each sequence in the list of page
-    ids, the page ids of all sequences, and the number of tokens in the last page of each sequence."""
+    """Return block tables in FlashInfer's format, as three tensors:
+
+    - the bounds of each sequence in the list of page ids,
+    - the page ids of all sequences,
+    - the number of tokens in the last page of each sequence."""
     blocks = [-(-length // block) for length in lengths]
     bounds = torch.tensor([0, *blocks]).cumsum(0).int()
     ids = torch.cat([tables[row, :count] for row, count in enumerate(blocks)])

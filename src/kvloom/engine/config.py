@@ -149,7 +149,7 @@ class EngineConfig:
 
     @property
     def head(self) -> str:
-        """The proposer with a head: "mtp" or "eagle=FOLDER". Empty if there is none."""
+        """The proposer that uses a draft head: "mtp" or "eagle=FOLDER". Empty if there is none."""
         return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
 
     @property

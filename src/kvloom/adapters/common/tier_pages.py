@@ -1,4 +1,4 @@
-"""Pages in the configured tiers: host memory, and the tiers behind it."""
+"""Pages in the configured tiers: first in host memory, then in the other tiers."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM when this process's parent dies. Ray kills the children of a lost actor with
-    SIGKILL."""
+    """Make the kernel send SIGTERM when this process's parent dies. Otherwise the command could outlive a lost Ray
+    actor, whose children Ray kills with SIGKILL."""
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

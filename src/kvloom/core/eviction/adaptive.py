@@ -1,9 +1,9 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
 A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
-visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the turn
-number and pause of its conversation, the number of new tokens and the finish reason of its last request, and the
-time since the last use. `ReuseModel` learns from these features when entries are used again. This file chooses the
+visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time since
+its last use, the turn number and pause of its conversation, and the number of new tokens and the finish reason of
+its last request. `ReuseModel` learns from these features when entries are used again. This file chooses the
 samples, and computes priorities from the model.
 
 | entry      | condition                                              | order of eviction                              |

@@ -127,8 +127,8 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups of one kind: "token" (text), "state" or "media". The page ids of one block, one state
-        or one media block of these groups form one list."""
+        """Return the groups of one kind: "token" (text), "state" or "media". Each kind has separate arrays of page
+        ids."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:

@@ -211,9 +211,9 @@ class EventPublisher:
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, the
-        partial block before it is also published as removed, because no prompt can resume there without the snapshot.
-        This does not apply to a checkpoint at the end of its node."""
+        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, and not
+        at the end of its node, the partial block before it is also published as removed. Without the snapshot, no
+        prompt can resume there."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

@@ -193,8 +193,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. No other request may use
-        the node or have hit it, and the retention must be equal."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
+        if no other request uses the node or has hit it, and if the retention is the same."""
         return (
             node.parent is not None
             and not node.children
@@ -205,7 +205,7 @@ class RadixTree(Checkpoints):
 
     def _loses(self, node: Node, rows: Ids) -> bool:
         """Return whether a node that grows by `rows` (page ids, one row per block) would lose a window page. The
-        first row replaces the page ids of the node's partial block. It may lack a window page that a checkpoint
+        first row replaces the page ids of the node's partial block, but may lack a window page that a checkpoint
         needs."""
         if not self.windows or not node.end % self.block:
             return False

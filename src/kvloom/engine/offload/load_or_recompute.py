@@ -104,8 +104,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return the function `load` with its results multiplied by a factor: the elapsed time divided by the
-        expected time of the load so far, at least 1.
+        """Return the function `load`, with its results multiplied by a factor of at least 1. The factor is the
+        elapsed time of the load so far, divided by its expected time.
 
         The expected time includes the next `next_tokens` tokens, because they may still be in transfer.
         """

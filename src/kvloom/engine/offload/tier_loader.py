@@ -238,12 +238,12 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
-        computed from its start. The result is halfway from the cached prefix to the position where both are expected
-        to meet.
+        computed from its start. The result is halfway from the cached prefix to the position where both are
+        expected to meet.
 
-        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan, so nothing is
-        loaded. If the request can wait or must not be stored, or if too little was measured, returns the end of the
-        cached prefix, so all missing pages are loaded.
+        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan. Nothing is
+        loaded then. Returns the end of the cached prefix if the request can wait or must not be stored, or if too
+        little was measured. All missing pages are loaded then.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None

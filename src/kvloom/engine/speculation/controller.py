@@ -132,9 +132,9 @@ class Controller:
         )
 
     def step_begins(self, estimates: Sequence[dict[str, float]]) -> None:
-        """Count a step. The controller decides again about a proposer that is off in two cases: the number of
-        requests has doubled or halved, or their mean acceptance has risen by RISE. `estimates` are the estimates of
-        each request, by proposer."""
+        """Count a step. If the number of requests has doubled or halved, or if their mean acceptance has risen by
+        RISE, the controller decides again about a proposer that is off. `estimates` are the estimates of each
+        request, by proposer."""
         self._since_plain += 1
         count = len(estimates)
         for name, off in list(self._off.items()):

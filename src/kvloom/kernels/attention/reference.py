@@ -124,8 +124,8 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call, as arrays with one value per sequence: the index in q of its first query, its number
-    of queries, its number of tokens before the queries, and its number of all tokens."""
+    """The sequences of a call, as arrays with one value per sequence: index in q of the first query, number of
+    queries, number of tokens before the queries, number of all tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 

@@ -106,9 +106,9 @@ def dot_precision(dtype: torch.dtype) -> str:
     """Return the precision of matrix products for inputs of a dtype: bf16, tf32 or ieee. bf16 inputs are multiplied
     as bf16.
 
-    fp16 inputs are multiplied as tf32, which represents them exactly, because states may exceed the range of fp16.
-    float32 inputs are multiplied in full precision, because in Triton 3.6 three passes of tf32 read past shared
-    memory.
+    fp16 inputs are multiplied as tf32, because states may exceed the range of fp16. tf32 represents fp16 values
+    exactly. For float32 inputs the precision is ieee (full precision), because three passes of tf32 read past
+    shared memory in Triton 3.6.
     """
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "ieee")
 

@@ -126,7 +126,7 @@ def keeps_latents(module: Any) -> bool:
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors with which MLA attends in latent space: the queries multiplied by the up-projection of keys,
+    """Return two tensors for MLA attention in latent space: the queries multiplied by the up-projection of keys,
     and the up-projection of values [heads, dim, rank]."""
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)

@@ -600,7 +600,7 @@ def _prompt_tokens(request: Request) -> int | None:
 
 
 def _control(message: Add) -> CacheControl:
-    """Return how a request uses the cache, without the priorities of its tokens."""
+    """Return the caching options of a request, without the priorities of its token ranges."""
     session = None if message.session is None else _session_key(message.tenant, message.session)
     return CacheControl(
         tenant=message.tenant,
