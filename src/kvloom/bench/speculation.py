@@ -182,6 +182,7 @@ class Oracle:
     """Proposes the tokens of known outputs. Each token is correct with the probability `chance`."""
 
     name = "oracle"
+    is_lookup = False
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], chance: float) -> None:
         self._outputs, self._chance, self._rng = outputs, chance, random.Random(1)

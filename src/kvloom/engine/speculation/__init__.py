@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .controller import Acceptance, Controller, StepCosts
+    from .controller import Acceptance, Controller, Estimate, StepCosts
     from .draft_model import DraftModelProposer, load_draft
     from .head import HeadProposer, load_head
     from .lookup import NGramProposer, SuffixProposer
@@ -41,6 +41,7 @@ __all__ = [
     "DraftPosition",
     "DraftRunner",
     "DraftedRequest",
+    "Estimate",
     "HeadProposer",
     "NGramProposer",
     "Proposer",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "controller": ("Acceptance", "Controller", "StepCosts"),
+    "controller": ("Acceptance", "Controller", "Estimate", "StepCosts"),
     "draft_model": ("DraftModelProposer", "load_draft"),
     "head": ("HeadProposer", "load_head"),
     "lookup": ("NGramProposer", "SuffixProposer"),

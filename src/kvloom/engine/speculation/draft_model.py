@@ -54,6 +54,7 @@ class DraftModelProposer:
     """Proposes drafts with a draft model. `apply_copies` runs the pending copies of the pool."""
 
     name = "draft"
+    is_lookup = False
 
     def __init__(
         self,

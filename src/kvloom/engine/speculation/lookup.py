@@ -27,6 +27,7 @@ class NGramProposer:
     """Proposes the tokens after the longest earlier match in the request's own tokens (prompt lookup)."""
 
     name = "ngram"
+    is_lookup = True
 
     def __init__(self, min_match: int = 0) -> None:
         """`min_match` is the smallest length of a match in tokens. With a shorter match this proposer makes no
