@@ -6,10 +6,10 @@
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
-A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token, and
-the controller turns speculation off. It also turns a proposer off that seldom has a draft: while a proposer is on, the
-engine waits for the tokens of each step before it launches the next step. The controller decides again if the number of
-requests or the estimates have changed.
+A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token,
+and the controller turns speculation off. It also turns off a proposer that seldom has a draft. While a proposer is
+on, the engine waits for the tokens of each step before it launches the next step. The controller decides again if
+the number of requests or the estimates have changed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 @dataclass(slots=True)
 class Estimate:
-    """What to expect of a proposer. `found` is the probability that it has a draft for a request. `chance` is the
-    probability that one more token of a draft is accepted. Both are moving averages. `unused` is the position and the
-    tokens of a draft that no step verifies, but a review does.
+    """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
+    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages.
+    `unused` has the position and the tokens of a draft that no step verifies. A review compares it with the output
+    instead.
     """
 
     chance: float = PRIOR
@@ -90,7 +91,8 @@ class Acceptance:
         self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
 
     def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
-        """Return the estimate of a request (`known`). If it has none, it gets that of the proposer."""
+        """Return the estimate of a request (`known`). A request without an estimate gets the estimate of the
+        proposer."""
         if proposer not in known:
             known[proposer] = replace(self._overall.setdefault(proposer, Estimate()))
         return known[proposer]
@@ -124,7 +126,7 @@ class StepCosts:
         """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
         Between measured sizes the time is interpolated. Beyond the largest measured size, it is assumed to grow
-        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller one."""
+        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller step."""
         measured = self._seconds if self._others is None else self._others._seconds | self._seconds
         known = sorted(measured)
         if not known:
@@ -162,7 +164,9 @@ class Controller:
     def __init__(self, lookups: Iterable[str] = ()) -> None:
         self.costs = StepCosts()
         """Seconds of plain steps. On a GPU the next step is launched before the tokens arrive."""
-        self._waiting = StepCosts(self.costs)  # seconds of steps that the engine waits for, with or without drafts
+        self._waiting = StepCosts(
+            self.costs
+        )  # seconds of steps that the engine waits for, with or without drafts
         self.acceptance = Acceptance()
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
@@ -219,12 +223,12 @@ class Controller:
         others: int,
         replays: bool = False,
     ) -> list[int]:
-        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
-        the step should run without drafts.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or
+        if the step should run without drafts.
 
-        `estimates` are those of the requests, and `most` their longest possible drafts. All drafts together
-        have at most `rows` tokens. `others` is the number of tokens of other requests in the step. `replays` states
-        that recurrent layers compute accepted tokens again in the next step.
+        `estimates` has the estimate of each request, and `most` the length of its longest possible draft. All
+        drafts together have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
+        `replays` states that recurrent layers compute accepted tokens again in the next step.
         """
         count, plain = len(estimates), len(estimates) + others
         none = [0] * count

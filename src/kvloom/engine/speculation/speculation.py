@@ -23,7 +23,7 @@ DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
 TRIAL_REQUESTS = 16
-"""Largest number of requests that get drafts of a lookup while nothing is known of its drafts."""
+"""Largest number of requests that get drafts of a lookup before any of its drafts was verified."""
 REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
 """Longest time of one review of a lookup that is off, and the number of draft tokens that it compares per request."""
 MASK_SECONDS = 0.01
@@ -153,8 +153,8 @@ class Speculation:
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _review(self, controller: Controller, proposer: Proposer, running: Sequence[DraftedRequest]) -> None:
-        """Compare drafts of a lookup that is off with the tokens that followed, for some of the requests in turn. The
-        device computes nothing for this.
+        """Compare drafts of a lookup that is off with the tokens that the requests then generated. Each call
+        reviews some requests, and later calls the others. The device computes nothing for this.
         """
         started, shares = time.perf_counter(), []
         for _ in range(len(running)):
