@@ -186,7 +186,7 @@ class PromptWork:
 
     @property
     def pairs(self) -> float:
-        """Number of pairs of tokens that attention computes."""
+        """Number of query-key pairs that attention computes for the prompt."""
         return self.tokens * (self.context - self.tokens / 2)
 
 

@@ -144,8 +144,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each tier and request, how many more blocks from the start of the request this tier had than all
-    faster tiers."""
+    """For each tier, return one number per request. It counts the leading blocks of the request that this tier had
+    and no faster tier had."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

@@ -141,7 +141,7 @@ class KvloomStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return which prefixes can be restored from the pages of all pools."""
+        """Return the lengths in pages of the prefixes whose required pages are stored for every pool."""
         # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         masks = self._stored([KV, *(str(t.name) for t in gates)], keys)

@@ -124,8 +124,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together. None of these tokens is more likely
-        to be used again than the last token."""
+        """Return how many tokens at the end of `entry` may be evicted together. The policy expects each of them to
+        be used again at most as often as the last one."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens

@@ -200,7 +200,8 @@ class Checkpoints:
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Call `queue_unneeded` for each node from `node` up that contains one of the blocks `first` to `last`."""
+        """Call `queue_unneeded` for `node` and each of its ancestors that contains one of the blocks `first` to
+        `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:

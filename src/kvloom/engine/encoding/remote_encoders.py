@@ -179,7 +179,8 @@ class RemoteEncoders:
         return self._read(tier, key, tenant, deadline), pages.size
 
     def _read(self, tier: Tier, key: bytes, tenant: str, deadline: float) -> torch.Tensor:
-        """Return embeddings that an encode worker has stored. Raises PagesError if they are not those of this model."""
+        """Return embeddings that an encode worker has stored. Raises PagesError if they have another width or dtype
+        than the embeddings of this model."""
         embeddings = unpack(read_pages(tier, key, EMBEDDINGS, tenant, deadline))[1].get(
             "embeddings", torch.empty(0)
         )

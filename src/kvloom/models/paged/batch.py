@@ -270,7 +270,8 @@ class BatchBuilder:
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding
-        sequences fill the batch up to `rows` sequences. The last one gets all remaining tokens."""
+        sequences fill the batch up to `rows` sequences. The last padding sequence holds all padding tokens, so that
+        the step has `tokens` tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(

@@ -57,7 +57,7 @@ class Dashboards:
 
 
 class DashboardState:
-    """Produces the data of one model for its dashboard pages. All viewers of the model share it."""
+    """Produces the data of one model for its dashboard pages. All viewers of the model share one object."""
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served
