@@ -337,8 +337,8 @@ class Engine:
         the cache and encodes nothing. Raises ValueError if prompt and images do not match.
 
         An image is not needed if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
-        The images of a request that may not read or store, and those of a prompt that another worker computes, are
-        not requested. If the token count of an image is not known yet, all images are needed.
+        No image is requested if the request may not read or store embeddings, or if another worker computes its
+        prompt. If the token count of an image is not known yet, all images are needed.
         """
         if self.vision is None or not (control.read and control.store):
             return []

@@ -287,7 +287,7 @@ class Request:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens, including in-flight ones."""
+        """Number of sampled tokens, including in-flight tokens."""
         return len(self.tokens) + self.inflight_tokens - len(self.prompt)
 
     @property
@@ -302,7 +302,7 @@ class Request:
 
     @property
     def parked(self) -> bool:
-        """Whether the request is a beam that waits for the other beams of its depth."""
+        """Whether the request is a beam that waits until the other beams have the same length."""
         return self.beams is not None and self.pending == 0
 
     @property

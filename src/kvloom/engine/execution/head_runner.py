@@ -3,8 +3,8 @@ buffers of batches.
 
     target's step       the hidden states of the step are written to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
-                        the works `wanted`. For the last token of these works the target has no hidden state yet, so
-                        the head's own hidden state is written.
+                        the works `wanted`. The target has not computed the last token of these works, so the
+                        head's own hidden state of this token is written.
 
 Drafts are computed in CUDA graphs. A graph computes logits for all tokens, and writes the head's hidden state of the
 last token of each row. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
@@ -55,8 +55,8 @@ class HeadRunner(ModelRunner):
 
     @contextmanager
     def _write_target_states(self, batch: Batch) -> Iterator[None]:
-        """Return a context for one run of the target. When the context ends, the hidden states of the run are written
-        to the head's pages.
+        """Return a context for one execution of the target model. When the context ends, the hidden states of all
+        its tokens are written to the head's pages.
         """
         with self._head.target_states(self._target.decoder) as states:
             yield

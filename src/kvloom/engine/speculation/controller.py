@@ -6,10 +6,10 @@
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
-A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token, and
-the controller turns speculation off. It also turns a proposer off that seldom has a draft: while a proposer is on, the
-engine waits for the tokens of each step before it launches the next step. The controller decides again if the number of
-requests or the estimates have changed.
+A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token,
+and the controller turns speculation off. It also turns off a proposer that seldom has a draft. While a proposer is
+on, the engine waits for the tokens of each step before it launches the next step. The controller decides again if
+the number of requests or the estimates have changed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 @dataclass(slots=True)
 class Estimate:
-    """What to expect of a proposer. `found` is the probability that it has a draft for a request. `chance` is the
-    probability that one more token of a draft is accepted. Both are moving averages. `unused` is the position and the
-    tokens of a draft that no step verifies, but a review does.
+    """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
+    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages.
+    `unused` has the position and the tokens of a draft that no step verifies. A review compares it with the output
+    instead.
     """
 
     chance: float = PRIOR
@@ -90,7 +91,8 @@ class Acceptance:
         self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
 
     def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
-        """Return the estimate of a request (`known`). If it has none, it gets that of the proposer."""
+        """Return the estimate of a request (`known`). A request without an estimate gets the estimate of the
+        proposer."""
         if proposer not in known:
             known[proposer] = replace(self._overall.setdefault(proposer, Estimate()))
         return known[proposer]
@@ -117,14 +119,14 @@ class StepCosts:
             self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
 
     def knows(self, tokens: int) -> bool:
-        """Whether a step of about this size was measured."""
+        """Return whether a step of about this size was measured."""
         return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
 
     def seconds(self, tokens: int) -> float:
         """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
         Between measured sizes the time is interpolated. Beyond the largest measured size, it is assumed to grow
-        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller one."""
+        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller step."""
         measured = self._seconds if self._others is None else self._others._seconds | self._seconds
         known = sorted(measured)
         if not known:
@@ -135,7 +137,7 @@ class StepCosts:
         low = known[at - 1]
         below = measured[low]
         if at == len(known):
-            # Unknown: assume that half of the time grows with the tokens, so that it is tried and measured.
+            # Not measured: assume that half of the time grows with the tokens, so that this size is tried and measured.
             return below * (1 + 0.25 * (tokens - low) / max(low, 8))
         high = known[at]
         above = max(below, measured[high])
@@ -144,8 +146,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that the controller turned off. It has the number of steps since then, and the number of requests and
-    the mean value of their estimates at that time."""
+    """A proposer that is off: the number of steps since then, and the number of requests and the mean value of their
+    estimates when it was turned off."""
 
     requests: int
     value: float
@@ -162,7 +164,9 @@ class Controller:
     def __init__(self, lookups: Iterable[str] = ()) -> None:
         self.costs = StepCosts()
         """Seconds of plain steps. On a GPU the next step is launched before the tokens arrive."""
-        self._waiting = StepCosts(self.costs)  # of steps that the engine waits for, with or without drafts
+        self._waiting = StepCosts(
+            self.costs
+        )  # seconds of steps that the engine waits for, with or without drafts
         self.acceptance = Acceptance()
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
@@ -187,8 +191,8 @@ class Controller:
         """Count a step. Return the lookups that should be reviewed now. `estimates` are the estimates of each request,
         by proposer.
 
-        The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
-        halved, or the mean value of their estimates has risen by RISE."""
+        If the number of requests has doubled or halved, or if the mean value of their estimates has risen by RISE, the
+        controller decides again about a proposer that is off."""
         self._since_plain = self._since_plain + 1 if self.wants_drafts else 0
         self._measuring = max(0, self._measuring - 1)
         count, due = len(estimates), []
@@ -219,12 +223,12 @@ class Controller:
         others: int,
         replays: bool = False,
     ) -> list[int]:
-        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
-        the step should run without drafts.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or
+        if the step should run without drafts.
 
-        `estimates` are those of the requests, and `most` their longest possible drafts. All drafts together
-        have at most `rows` tokens. `others` is the number of tokens of other requests in the step. `replays` states
-        that recurrent layers compute accepted tokens again in the next step.
+        `estimates` has the estimate of each request, and `most` the length of its longest possible draft. All
+        drafts together have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
+        `replays` states that recurrent layers compute accepted tokens again in the next step.
         """
         count, plain = len(estimates), len(estimates) + others
         none = [0] * count
@@ -266,7 +270,7 @@ class Controller:
             f"off: {plain} requests, {figures}; drafts would give "
             f"{best_rate / rate:.2f} times the tokens per second"
         )
-        # A probe verifies one draft token of each request, to learn whether that has changed.
+        # A probe verifies one draft token of each request, to measure whether drafts are now worth their cost.
         return self.share([min(1, n) for n in most], rows) if probes else none
 
     def observe_step(self, tokens: int, seconds: float, waited: bool = False) -> None:
@@ -299,7 +303,7 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens have a probability of acceptance of at least LEAST."""
+    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 

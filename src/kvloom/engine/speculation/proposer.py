@@ -63,7 +63,8 @@ class Proposer(Protocol):
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:
-        """Record the tokens of a finished request, and drop the data that was stored for it."""
+        """Record the tokens of a finished request for later proposals, and drop the data that was stored for the
+        request."""
         ...
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:

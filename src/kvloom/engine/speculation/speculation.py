@@ -23,7 +23,7 @@ DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
 TRIAL_REQUESTS = 16
-"""Largest number of requests that get drafts of a lookup while nothing is known of its drafts."""
+"""Largest number of requests that get drafts of a lookup before any of its drafts was verified."""
 REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
 """Longest time of one review of a lookup that is off, and the number of draft tokens that it compares per request."""
 MASK_SECONDS = 0.01
@@ -79,11 +79,11 @@ class Speculation:
         lookups = [proposer.name for proposer in proposers if proposer.is_lookup]
         self.controller: Controller | None = Controller(lookups)
         """Decides the lengths of drafts. Without a controller (None), every draft has the largest length."""
-        self._new_tokens = 0  # of the last finished step
+        self._new_tokens = 0  # tokens that the last finished step added
         self._proposing = 0.0  # seconds of proposers since the last finished step
-        self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
-        self._waited = False  # for the step before
-        self._reviewed = 0  # requests
+        self._proposed_by: dict[int, Proposer] = {}  # the proposer of each draft in the last step, by request
+        self._waited = False  # whether the engine waited for the previous step
+        self._reviewed = 0  # number of requests reviewed so far
 
     def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
         """Return whether the tokens of `requests` must be on the host before the next step is scheduled."""
@@ -93,8 +93,8 @@ class Speculation:
         return self._waited
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
-        and all drafts fit into the rows of the step."""
+        """Return the drafts of the next step by the `id` of the request. A draft never exceeds the `max_tokens` of
+        its request. All drafts fit into the positions at which the step can sample."""
         if self.controller is not None:
             due = self.controller.step_begins([request.estimates for request in running])
             for proposer in self.proposers:
@@ -153,8 +153,8 @@ class Speculation:
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _review(self, controller: Controller, proposer: Proposer, running: Sequence[DraftedRequest]) -> None:
-        """Compare drafts of a lookup that is off with the tokens that followed, for some of the requests in turn. The
-        device computes nothing for this.
+        """Compare drafts of a lookup that is off with the tokens that the requests then generated. Each call
+        reviews some requests, and later calls the others. The device computes nothing for this.
         """
         started, shares = time.perf_counter(), []
         for _ in range(len(running)):
@@ -187,7 +187,7 @@ class Speculation:
             return 0
         most = request.limit - len(request.tokens) - 1
         if sequence.cache.has_states and most > 0:
-            # A snapshot needs the states at exactly its position: a step whose certain tokens end there.
+            # A snapshot needs the states at exactly its position, so the tokens before the draft must end there.
             ahead = [request.limit - 1]
             if (position := sequence.next_checkpoint) is not None:
                 ahead.append(position)

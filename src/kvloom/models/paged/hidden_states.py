@@ -1,10 +1,10 @@
-"""Hidden states of a target, in the pages of the head that drafts from them.
+"""Hidden states of a target model, in the pages of the draft head that reads them.
 
     page of the head's layer   | K, V of 16 tokens | hidden states of 16 tokens |
 
 A head computes a token from its embedding and the target's hidden state of the token before it. If that token was a
-hit, the target does not compute it, and its hidden state would be missing. Hidden states are therefore a field of the
-head's pages. They are cached, copied, offloaded and loaded with the head's K and V.
+hit, the target does not compute it, and its hidden state would be missing. Hidden states are therefore a field of
+the head's pages. They are cached, copied, offloaded and loaded with the head's K and V.
 """
 
 from __future__ import annotations
