@@ -1,6 +1,6 @@
 """KV events in vLLM's ZMQ format. A worker publishes them, and a router receives them.
 
-    settings.py      addresses
+    settings.py      addresses and format of the events
     curve.py         keys with which the sockets are encrypted and authenticated
     messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
