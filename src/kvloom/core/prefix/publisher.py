@@ -64,7 +64,7 @@ class EventPublisher:
         for current in reversed(unhashed):
             first = current.start // HASH_TOKENS
             begin = (first + len(current.hashes)) * HASH_TOKENS
-            data = bytes(current.text[max(0, begin - current.start) * TOKEN_BYTES :])
+            data = bytes(memoryview(current.text)[max(0, begin - current.start) * TOKEN_BYTES :])
             if begin < current.start:
                 data = self._text_before(current, current.start - begin) + data
             parent = current.hashes[-1] if current.hashes else self.hash_before(current)
@@ -86,7 +86,8 @@ class EventPublisher:
     def _tokens(self, node: Node, begin: int, end: int) -> bytes:
         """Return the tokens [begin, end) of the path that ends in `node`, as bytes. Media tokens are negative ids that
         stand for their content."""
-        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
+        first, last = max(0, begin - node.start) * TOKEN_BYTES, (end - node.start) * TOKEN_BYTES
+        text = bytes(memoryview(node.text)[first:last])
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
         return text if not loops.any_negative(text) else self._content_ids(text)
