@@ -89,7 +89,7 @@ def fixed(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_greedy_tokens_match_generate(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
@@ -198,7 +198,7 @@ def hits(engine: Engine, requests: list[Any]) -> list[int | None]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_random_requests_are_the_same_with_and_without_speculation(family: str, ahead: bool) -> None:
     """All sampling parameters together, prompts that share prefixes, requests that arrive while others run."""
     rng = random.Random(f"{family} {ahead}")
@@ -414,7 +414,7 @@ def save_draft(path: Path, family: str = "llama", **changes: Any) -> str:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "bamba", "qwen3_next", "mamba"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_draft_model_beside_every_kind_of_target(family: str, ahead: bool, tmp_path: Path) -> None:
     """The draft shares no weight with most targets: drafts are wrong, tokens are not. Preemption and cancel, too."""
     rng = random.Random(family)

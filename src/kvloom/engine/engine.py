@@ -74,7 +74,7 @@ from .speculation import (
 )
 
 if TYPE_CHECKING:
-    from kvloom.events_wire import WirePublisher
+    from kvloom.events_wire import EventSettings, WirePublisher
 
 __all__ = ["Engine"]
 
@@ -141,36 +141,17 @@ class Engine:
             draft_length=draft_length,
         )
         self._draft_runner: ModelRunner | None = None
-        self.offload: OffloadManager | None = None
+        self.offload = self._open_tiers(memory.batch_invariant) if config.tiers else None
         """Offloads and loads pages. None if the engine has no tiers."""
-        if config.tiers:
-            self.offload = open_offload(
-                config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
-            )
-            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
-            if self.vision is not None:
-                self.vision.store = self.offload.image_store(*self.vision.embedding_shape)
-            if memory.batch_invariant:
-                self.offload.cold = None
-                self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.encoders: RemoteEncoders | None = None
         """Encode workers. None if images are encoded here."""
         if config.encoders and self.vision is not None:
             self.encoders = RemoteEncoders(
                 config.encoders, image_part, self.vision.embedding_shape, config.encode_seconds
             )
-        self.events: WirePublisher | None = None
+        events = config.event_settings
+        self.events = None if events is None else self._open_events(events)
         """Publishes block events to routers. None if events are not configured."""
-        if config.event_settings is not None:
-            from kvloom.events_wire import TierBlocks, WirePublisher
-
-            self.events = WirePublisher(self.cache, config.event_settings)
-            for tier in self.offload.watch_tiers() if self.offload is not None else ():
-                fingerprints = {
-                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
-                }
-                states = {group.index for group in self.layout.of("state")}
-                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -198,6 +179,32 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _open_tiers(self, batch_invariant: bool) -> OffloadManager:
+        """Open the tiers, and give host memory to the runner and to the images."""
+        offload = open_offload(
+            self.config.tiers, self.cache, self.buffer, self._apply_copies, self.config.offload
+        )
+        self.runner.pages.set_host_memory(torch.from_numpy(offload.host.arena))
+        if self.vision is not None:
+            self.vision.store = offload.image_store(*self.vision.embedding_shape)
+        if batch_invariant:
+            offload.cold = None
+            offload.cold_refusal = refused("batch_invariant, cold pages")
+        return offload
+
+    def _open_events(self, settings: EventSettings) -> WirePublisher:
+        """Publish the block events of the pool and of the tiers."""
+        from kvloom.events_wire import TierBlocks, WirePublisher
+
+        events = WirePublisher(self.cache, settings)
+        states = {group.index for group in self.layout.of("state")}
+        for tier in self.offload.watch_tiers() if self.offload is not None else ():
+            fingerprints = {
+                group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+            }
+            events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
+        return events
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
