@@ -82,6 +82,11 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind = get_kv_cache_spec_kind(spec)
+        if not group.layer_names:
+            raise ValueError(
+                f"KV cache group {index} ({kind.value}) has no layer on this stage of the pipeline, so it has no pages: "
+                "use a smaller --pipeline-parallel-size"
+            )
         window = chunk = 0
         if kind is KVCacheSpecKind.SLIDING_WINDOW:
             window = _window(spec)
