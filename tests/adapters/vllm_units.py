@@ -56,6 +56,8 @@ from tests.tiers.toy_tier import ToyTier
 
 BLOCK, HEADS, SIZE, BLOCKS, WINDOW = 16, 2, 8, 40, 40
 SHAPE = (HEADS, BLOCK, 2 * SIZE)
+STATES = -1
+STATE_SHAPES = ((3, 8), (4, 16))
 ATTENTION: dict[str, Any] = {
     "block_size": BLOCK,
     "num_kv_heads": HEADS,
@@ -73,13 +75,39 @@ def request(tokens: int = 100, name: str = "r", **others: Any) -> Request:
     return Request(name, ids, SamplingParams(max_tokens=8), None, **others)
 
 
-def cache_config(windows: tuple[int, ...] = (0,)) -> KVCacheConfig:
-    groups = [
-        KVCacheGroupSpec(
-            [f"layer {g}.{i}" for i in range(2)],
-            SlidingWindowSpec(**ATTENTION, sliding_window=w) if w else FullAttentionSpec(**ATTENTION),
+def group_spec(window: int) -> Any:
+    if window == STATES:
+        return MambaSpec(
+            block_size=BLOCK,
+            shapes=STATE_SHAPES,
+            dtypes=(torch.float32, torch.bfloat16),
+            page_size_padded=FullAttentionSpec(**ATTENTION).page_size_bytes,
+            mamba_cache_mode="align",
         )
-        for g, w in enumerate(windows)
+    return SlidingWindowSpec(**ATTENTION, sliding_window=window) if window else FullAttentionSpec(**ATTENTION)
+
+
+def layer_tensors(spec: Any) -> Any:
+    """The tensors of a layer as vLLM makes them. Those of a state are views of one buffer with padded pages."""
+    if not isinstance(spec, MambaSpec):
+        return torch.zeros((BLOCKS, *SHAPE))
+    raw = torch.zeros(BLOCKS * spec.page_size_bytes, dtype=torch.uint8)
+    tensors, start = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        item = dtype.itemsize
+        strides = torch.empty(shape).stride()
+        whole = raw.view(dtype)
+        tensors.append(
+            whole.as_strided((BLOCKS, *shape), (spec.page_size_bytes // item, *strides), start // item)
+        )
+        start += item * int(np.prod(shape))
+    return tensors
+
+
+def cache_config(windows: tuple[int, ...] = (0,)) -> KVCacheConfig:
+    """One group per window: 0 is full attention, STATES is a recurrent state."""
+    groups = [
+        KVCacheGroupSpec([f"layer {g}.{i}" for i in range(2)], group_spec(w)) for g, w in enumerate(windows)
     ]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -102,8 +130,8 @@ class Engine:
     def __post_init__(self) -> None:
         config = cache_config(self.windows)
         self.groups = block_groups(engine_config(), config)
-        self.caches = {
-            name: torch.zeros((BLOCKS, *SHAPE))
+        self.caches: dict[str, Any] = {
+            name: layer_tensors(group.kv_cache_spec)
             for group in config.kv_cache_groups
             for name in group.layer_names
         }
@@ -115,12 +143,18 @@ class Engine:
         self.scheduler = SchedulerSide(given, self.groups, "model", 1)
         self.worker = WorkerSide(given, self.groups, layers, self.tiers)
 
-    def step(self, scheduled: dict[str, int] | None = None, tables: Any = None) -> tuple[set[str], set[str]]:
-        """One step of scheduler and worker. Returns the finished and the failed loads."""
+    def step(
+        self, scheduled: dict[str, int] | None = None, tables: Any = None, states: Any = None
+    ) -> tuple[set[str], set[str]]:
+        """One step of scheduler and worker. Returns the finished and the failed loads. `states` are the blocks of
+        states that the step writes.
+        """
         output: Any = SimpleNamespace(
             num_scheduled_tokens=scheduled or {},
             total_num_scheduled_tokens=sum((scheduled or {}).values()),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: tables[name]),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: tables[name], boundary_state_offloads=states or {}
+            ),
         )
         message = self.scheduler.build_step(output)
         self.worker.begin_compute()
@@ -296,10 +330,14 @@ def test_hashes_of_generated_tokens_follow() -> None:
 
 
 def test_groups_that_cannot_be_stored_are_refused_with_the_reason() -> None:
-    mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
-    config = KVCacheConfig(1, [], [KVCacheGroupSpec(["m"], mamba)])
-    with pytest.raises(ValueError, match="layer m keeps a recurrent state"):
-        block_groups(engine_config(), config)
+    for fields, words in (
+        ({"mamba_cache_mode": "none"}, "only with mamba cache mode 'align', and the mode is 'none'"),
+        ({"mamba_cache_mode": "align", "num_speculative_blocks": 1}, "draft tokens change it"),
+    ):
+        mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), **fields)
+        config = KVCacheConfig(1, [], [KVCacheGroupSpec(["m"], mamba)])
+        with pytest.raises(ValueError, match=words):
+            block_groups(engine_config(), config)
     small = FullAttentionSpec(**{**ATTENTION, "block_size": 8})
     with pytest.raises(ValueError, match="block size 8 is not a multiple of 16"):
         block_groups(engine_config(), KVCacheConfig(1, [], [KVCacheGroupSpec(["a"], small)]))
@@ -309,16 +347,23 @@ def test_groups_that_cannot_be_stored_are_refused_with_the_reason() -> None:
 
 def test_resume_positions_are_those_whose_readable_tokens_are_stored() -> None:
     generator = np.random.default_rng(0)
-    for window, chunk, start, sizes in product((0, 1, 17, 33, 64), (0, 64), (0, 64), ((16, 16), (16, 32))):
+    for window, chunk, start, sizes in product(
+        (0, 1, 17, 33, 64, STATES), (0, 64), (0, 64), ((16, 16), (16, 32))
+    ):
         if window and chunk:
             continue
-        groups = [BlockGroup(0, (), sizes[0]), BlockGroup(1, (), sizes[1], window, chunk)]
+        second = BlockGroup(1, (), sizes[1], window, chunk)
+        if window == STATES:
+            second = BlockGroup(1, (), sizes[1], is_state=True)
+        groups = [BlockGroup(0, (), sizes[0]), second]
         end = start + 256
         found = [generator.random(256 // size) > 0.15 for size in sizes]
         expected = []
         for p in range(start + sizes[1], end + 1, sizes[1]):
             visible = range(start, p) if not chunk else range(max(start, p // chunk * chunk), p)
-            if window:
+            if window == STATES:
+                visible = range(p - sizes[1], p)
+            elif window:
                 visible = range(max(start, p - window + 1), p)
             full = all(found[0][(t - start) // sizes[0]] for t in range(start, p))
             if full and all(found[1][(t - start) // sizes[1]] for t in visible):
@@ -638,6 +683,81 @@ def test_tiers_publish_events_with_vllms_hashes(disk: Any) -> None:
     (removed,) = events.take()
     assert isinstance(removed, BlockRemoved)
     assert (removed.block_hashes, removed.medium, removed.group_idx) == ([published(1)], "CPU", 1)
+    one.close()
+
+
+# --- recurrent states
+
+
+def store_states(one: Engine) -> dict[int, list[torch.Tensor]]:
+    """Compute a prompt of 100 tokens in chunks, as vLLM does in its align mode. Returns the states by position."""
+    stored, found, computed = request(100), {}, 0
+    one.scheduler.add(stored)
+    for end, block in ((64, 9), (96, 10), (100, 11)):
+        count = -(-end // BLOCK)
+        tables = (list(range(1, count + 1)), [0] * (count - 1) + [block])
+        for name in one.groups[0].layers:
+            one.caches[name][tables[0]] = torch.randn((count, *SHAPE))
+        for tensor in [t for name in one.groups[1].layers for t in one.caches[name]]:
+            tensor[block] = torch.randn(tensor.shape[1:]).to(tensor.dtype)
+        offers = [(1, block, end)] if end % BLOCK == 0 else []
+        one.step({"r": end - computed}, {"r": tables}, {"r": offers})
+        found[end] = [tensor[block].clone() for name in one.groups[1].layers for tensor in one.caches[name]]
+        stored.num_computed_tokens = computed = end
+    return found
+
+
+def loaded_states(other: Engine, expected: int) -> list[torch.Tensor]:
+    """Load a prompt into another engine. Returns the states of the block that vLLM resumes from."""
+    again = request(100, name="again")
+    other.scheduler.add(again)
+    assert other.match(again) == expected
+    count = expected // BLOCK
+    tables = (list(range(20, 20 + count)), [0] * (count - 1) + [30])
+    assert other.load(again, expected, tables) == ({"again"}, set())
+    return [tensor[30] for name in other.groups[1].layers for tensor in other.caches[name]]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_states_come_back_in_another_process(staged: bool, disk: Any) -> None:
+    one = Engine((0, STATES), disk(), staged=staged)
+    stored = store_states(one)
+    assert one.worker.stats.stored_pages == 6 + 2
+    one.close()
+    other = Engine((0, STATES), disk(), staged=staged)
+    for state, loaded in zip(stored[96], loaded_states(other, 96), strict=True):
+        assert torch.equal(state, loaded)
+    assert other.worker.stats.loaded_pages == 6 + 1  # only one state is needed
+    for tensor in [t for name in other.groups[1].layers for t in other.caches[name]]:
+        assert not tensor[[i for i in range(BLOCKS) if i != 30]].any()
+    other.close()
+
+
+def test_a_damaged_state_is_a_miss(disk: Any, tmp_path: Path) -> None:
+    one = Engine((0, STATES), disk())
+    stored = store_states(one)
+    one.close()
+    bad, damaged = stored[96][0].numpy().tobytes(), 0
+    for path in (tmp_path / "kv").rglob("*"):
+        data = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        if (at := data.find(bad)) >= 0:
+            data[at] ^= 1
+            path.write_bytes(data)
+            damaged += 1
+    assert damaged == 1
+    other = Engine((0, STATES), disk())
+    for state, loaded in zip(stored[64], loaded_states(other, 64), strict=True):  # the state before it
+        assert torch.equal(state, loaded)
+    assert any(outcome == "corrupt" for _, _, outcome in other.worker.faults)
+    other.close()
+
+
+def test_states_inside_a_block_and_of_unknown_tokens_are_not_stored(disk: Any) -> None:
+    one = Engine((0, STATES), None)
+    one.scheduler.add(request(40))
+    tables = {"r": ([1, 2, 3], [0, 0, 4])}
+    one.step({"r": 40}, tables, {"r": [(1, 4, 40), (1, 4, 48), (1, 0, 32)], "unknown": [(1, 4, 16)]})
+    assert one.worker.stats.stored_pages == 2  # of the full group
     one.close()
 
 

@@ -140,6 +140,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the tiers. A layer with a recurrent state has a list of tensors, unlike vLLM's annotation."""
         layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, self._shard.text)
         largest = max(form.page_bytes for form in layers.forms)
         pin = layers.device.type == "cuda"
