@@ -9,8 +9,8 @@ shows that it does not.
 
 `speed`: all systems run at the same time, and answer each prompt in turn. A prompt is computed (miss), answered from
 the connector (hit), and answered from vLLM's own prefix cache (local hit). Then all processes end. New processes
-answer the same prompts (hit in a new process). Store is the KV bytes of a prompt, divided by the time that the engine
-waits in calls of the connector. Load is these bytes, divided by the time that a hit takes longer than a local hit.
+answer the same prompts (hit in a new process). Store and load are the KV bytes of a prompt, divided by the time that
+the engine waits in calls of the connector during a miss and during a hit.
 
 `faults`: each system stores prompts. Its memory is so small that they are then in its tier only. Faults begin and end,
 one after the other. Under each fault the system answers two stored prompts, and a new one.
@@ -276,13 +276,7 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
                 text += " **other tokens**"
             cells.append(text)
         if configs[name] is not None:
-            longer = [
-                hit["ttft"] - local["ttft"] for hit, local in zip(kinds["hit"], kinds["local"], strict=True)
-            ]
-            cells += [
-                f"{size / max(1e-9, s):,.0f}"
-                for s in (median(kinds["miss"], "waited"), statistics.median(longer))
-            ]
+            cells += [f"{size / max(1e-9, median(kinds[kind], 'waited')):,.0f}" for kind in ("miss", "hit")]
         print(row(*cells), flush=True)
     (folder / "speed.json").write_text(json.dumps(found))
 

@@ -42,8 +42,8 @@ LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A tensor of one layer as rows: `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole storage of
-    the tensor.
+    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole
+    storage of the tensor.
     """
 
     rows: torch.Tensor
@@ -166,7 +166,9 @@ def _group_layers(group: BlockGroup, config: KVCacheConfig, kv_caches: LayerTens
 
 
 def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
-    """Return the rows of a tensor. Raises ValueError if the bytes of a block are not contiguous."""
+    """Return a tensor as a matrix with one row of bytes per block. Raises ValueError if the bytes of a block are not
+    contiguous.
+    """
     item = tensor.element_size()
     size = tensor[0].numel() * item
     if isinstance(spec, AttentionSpec):

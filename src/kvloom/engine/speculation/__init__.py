@@ -1,4 +1,5 @@
-"""Speculative decoding: proposers guess draft tokens, one step verifies them, and a controller decides how many to use.
+"""Speculative decoding: proposers guess draft tokens, one step verifies them, and a controller decides how many to
+use.
 
     proposer.py      Proposer: the interface of everything that proposes drafts
     draft_model.py   DraftModelProposer: drafts from a small model that shares the pool
@@ -10,8 +11,8 @@
     speculation.py   Speculation: the engine's entry; counters
 
 A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Draft tokens are
-accepted up to the first one that differs from the sample. The sampler's noise depends on seed, position and token only,
-so the output is the same as without speculation, greedy or sampled. See docs/speculation.md.
+accepted up to the first token that differs from the sample. The sampler's noise depends on seed, position and token
+only, so the output is the same as without speculation, greedy or sampled. See docs/speculation.md.
 
 Names are imported on first use, so that reading settings does not load torch.
 """
@@ -22,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .controller import Acceptance, Controller, StepCosts
+    from .controller import Acceptance, Controller, Estimate, StepCosts
     from .draft_model import DraftModelProposer, load_draft
     from .head import HeadProposer, load_head
     from .lookup import NGramProposer, SuffixProposer
@@ -40,6 +41,7 @@ __all__ = [
     "DraftPosition",
     "DraftRunner",
     "DraftedRequest",
+    "Estimate",
     "HeadProposer",
     "NGramProposer",
     "Proposer",
@@ -56,7 +58,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "controller": ("Acceptance", "Controller", "StepCosts"),
+    "controller": ("Acceptance", "Controller", "Estimate", "StepCosts"),
     "draft_model": ("DraftModelProposer", "load_draft"),
     "head": ("HeadProposer", "load_head"),
     "lookup": ("NGramProposer", "SuffixProposer"),

@@ -36,7 +36,7 @@ NO_DRAFT = Draft([])
 
 class DraftPosition:
     """Stands for a request in the sampler, as if the first `count` tokens of its draft were already accepted. The
-    sampler then chooses the token that follows them.
+    sampler then chooses the token after them.
     """
 
     __slots__ = (
@@ -67,8 +67,8 @@ class DraftPosition:
 def draft_positions(
     requests: Sequence[DraftedRequest], drafts: Sequence[Draft]
 ) -> tuple[list[SamplingRequest], list[int]]:
-    """Return the rows of the sampler, one for each position of each request. Also return, for each row, the number of
-    output tokens before it."""
+    """Return the inputs of the sampler, one for each position of each request. Also return, for each input, the
+    number of output tokens before it."""
     rows: list[SamplingRequest] = []
     for request, draft in zip(requests, drafts, strict=True):
         rows.append(request)
