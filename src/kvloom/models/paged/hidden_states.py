@@ -47,6 +47,7 @@ class HiddenStates:
         count, block = len(batch.tokens), self._states.shape[1]
         packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
         rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)
-        previous = (batch.positions - 1).clamp(min=0)
-        pages = batch.tables[self._group][self._run][rows, previous // block].long()
-        return torch.where((batch.positions > 0)[:, None], self._states[pages, previous % block], 0)
+        previous = batch.positions - 1 if batch.previous is None else batch.previous
+        at = previous.clamp(min=0)
+        pages = batch.tables[self._group][self._run][rows, at // block].long()
+        return torch.where((previous >= 0)[:, None], self._states[pages, at % block], 0)
