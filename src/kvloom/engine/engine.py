@@ -24,7 +24,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -35,6 +35,7 @@ from .execution import (
     HeadRunner,
     InflightStep,
     ModelRunner,
+    MovedToken,
     OutputProcessor,
     PoolRule,
     PoolSize,
@@ -190,7 +191,8 @@ class Engine:
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
             self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
-        self._output_processor = OutputProcessor(self.scheduler, self.eos)
+        self._token_mover = TokenMover(self.cache, self.buffer)
+        self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -608,6 +610,9 @@ class Engine:
         self._apply_copies()
         if not work:
             return None
+        if any(draft.parents for draft in proposed.values()):
+            supported = self.runner.supports_trees([part for _, part in work])
+            work = Speculation.add_trees(work, proposed, supported)
         ready = [
             i
             for i, (request, part) in enumerate(work)
@@ -668,6 +673,13 @@ class Engine:
             embeddings,
             drafts if speculates else (),
         )
+
+    def _move_tokens(self, moved: list[MovedToken]) -> None:
+        """Move accepted tokens of draft trees to their slots. Pending copies run first, because the block tables
+        already contain their targets."""
+        self._apply_copies()
+        rows, sources, targets = np.array(moved).T
+        self._token_mover.move(rows, sources, targets)
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then run the pending copies inside the pool."""

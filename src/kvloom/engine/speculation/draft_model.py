@@ -29,8 +29,9 @@ from kvloom.models.loading import load
 from kvloom.models.paged import Work
 from kvloom.models.specs import folder_of
 
+from .draft import NO_DRAFT
 from .proposer import DraftedRequest, DraftRunner
-from .verifier import NO_DRAFT, DraftPosition
+from .verifier import DraftPosition
 
 __all__ = ["DraftModelProposer", "load_draft"]
 
@@ -128,7 +129,7 @@ class DraftModelProposer:
             if request.output_count and not self._complete:
                 self._lacks(request, request.computed)
                 continue
-            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source))
+            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source, parents=part.parents))
         if any(part.source >= 0 for part in works):
             self._runner.chosen.copy_(self._sampled)
         if works:
@@ -184,7 +185,7 @@ class _SampledRow(DraftPosition):
     __slots__ = ()
 
     def __init__(self, request: DraftedRequest) -> None:
-        super().__init__(request, NO_DRAFT, 0)
+        super().__init__(request, NO_DRAFT, -1)
         self.structure = None
 
 

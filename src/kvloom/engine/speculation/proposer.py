@@ -11,6 +11,7 @@ from kvloom.core import CacheControl, Sequence as PageSequence
 from kvloom.engine.sampling import Finish, SamplingRequest
 from kvloom.models.paged import Work
 
+from .draft import Draft
 from .token_index import TokenIndex
 
 __all__ = ["DraftRunner", "DraftedRequest", "Proposer"]
@@ -54,9 +55,11 @@ class Proposer(Protocol):
 
     name: str
 
-    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
+    def propose(
+        self, requests: Sequence[DraftedRequest], counts: Sequence[int]
+    ) -> Sequence[list[int] | Draft]:
         """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means
-        that there is no draft."""
+        that there is no draft. A list is a chain."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from kvloom.engine.sampling import collect
 from kvloom.models.paged import Work
 
 from .controller import Controller
+from .draft import Draft
 from .proposer import DraftedRequest, Proposer
-from .verifier import Draft
 
 __all__ = ["Speculation", "SpeculationStats", "longest_draft"]
 
+R = TypeVar("R")
 DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
@@ -36,7 +40,8 @@ def longest_draft(proposers: Iterable[str], draft_tokens: int | None) -> int:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft."""
+    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft (depth in a
+    tree)."""
 
     steps: int = 0
     rows: int = 0
@@ -48,14 +53,15 @@ class SpeculationStats:
     """Estimate of the saved seconds: the time of plain steps for the same tokens, minus the time of the steps with
     drafts."""
 
-    def count(self, drafted: int, accepted: int) -> None:
+    def count(self, draft: Draft, accepted: int) -> None:
         """Count one verified draft."""
-        while len(self.proposed) < drafted:
-            self.proposed.append(0)
-            self.accepted.append(0)
-        for i in range(drafted):
-            self.proposed[i] += 1
-            self.accepted[i] += i < accepted
+        for depth in draft.depths:
+            while len(self.proposed) < depth:
+                self.proposed.append(0)
+                self.accepted.append(0)
+            self.proposed[depth - 1] += 1
+        for i in range(accepted):
+            self.accepted[i] += 1
         self.rows += 1
         self.tokens += accepted + 1
 
@@ -99,19 +105,20 @@ class Speculation:
             if not waiting or left < 1:
                 break
             made = self._ask(proposer, waiting, left, others)
-            for request, tokens in made:
-                if (draft := self._checked(request, tokens)).tokens:
+            for request, proposal in made:
+                given = proposal if isinstance(proposal, Draft) else Draft(proposal)
+                if (draft := self._checked(request, given)).tokens:
                     drafts[id(request)] = draft
                     self._proposed_by[id(request)] = proposer
                     left -= len(draft.tokens)
             others += len(drafts)
             waiting = [one for one in waiting if id(one[0]) not in drafts]
-        self._await_masks(list(drafts.values()))
+        self._await_masks(drafts)
         return {key: draft for key, draft in drafts.items() if draft.tokens}
 
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
-    ) -> list[tuple[DraftedRequest, list[int]]]:
+    ) -> list[tuple[DraftedRequest, list[int] | Draft]]:
         """Return the drafts of one proposer. The controller chooses their lengths."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
         most, controller = [min(longest, n) for _, n in waiting], self.controller
@@ -132,7 +139,8 @@ class Speculation:
         if controller is not None:
             taken = time.perf_counter() - started
             self._proposing += taken
-            controller.observe_proposal(proposer.name, max(map(len, made)), taken)
+            longest = max(len(one.tokens if isinstance(one, Draft) else one) for one in made)
+            controller.observe_proposal(proposer.name, longest, taken)
             self.stats.proposing_seconds += taken
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
@@ -153,34 +161,59 @@ class Speculation:
             most = min([most, *(position - certain - 1 for position in ahead if position > certain)])
         return most
 
-    def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return the draft `tokens`, cut after the first token that ends the output. With a grammar, the draft is cut
-        before this token, and the grammar masks after each draft token are requested.
+    def _checked(self, request: DraftedRequest, draft: Draft) -> Draft:
+        """Return the draft without the tokens after one that ends the output. With a grammar, the end is removed, too,
+        and the grammar masks after each draft token are requested.
         """
-        params, structure = request.params, request.structure
+        params, structure, sequence = request.params, request.structure, request.sequence
+        if draft.parents and sequence is not None and sequence.cache.has_states:
+            draft = draft.best_path()  # branches would need a state each
         ends = self.ends | set(params.stop_token_ids)
-        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        ending = {node for node, token in enumerate(draft.tokens) if token in ends}
         if structure is None:
-            return Draft(tokens[: end + 1])
-        states = structure.follow(tokens[:end])
-        return Draft(tokens[: len(states)], states)
+            if ending:
+                draft = draft.select(
+                    {node for node in range(len(draft.tokens)) if draft.parent(node) not in ending}
+                )
+            return draft
+        draft = draft.select(set(range(len(draft.tokens))) - ending)
+        states = structure.follow(draft.tokens, draft.parents)
+        return replace(draft.select(set(range(len(states)))), structures=states)
 
     @staticmethod
-    def _await_masks(drafts: Sequence[Draft]) -> None:
-        """Wait up to MASK_SECONDS for the masks of drafts. Cut each draft before the first token that its grammar
-        refuses."""
-        states = [state for draft in drafts for state in draft.structures]
+    def _await_masks(drafts: dict[int, Draft]) -> None:
+        """Wait up to MASK_SECONDS for the masks of drafts. Remove the draft tokens that their grammar refuses, and the
+        tokens after them."""
+        states = [state for draft in drafts.values() for state in draft.structures]
         if not states:
             return
         collect(states, MASK_SECONDS)
-        for draft in drafts:
-            good = 0
-            for state in draft.structures:
-                if state.pending or state.done:
-                    break
-                good += 1
+        for key, draft in drafts.items():
             if draft.structures:
-                del draft.tokens[good:], draft.structures[good:]
+                good = {
+                    node
+                    for node, state in enumerate(draft.structures)
+                    if not state.pending and not state.done
+                }
+                drafts[key] = draft.select(good)
+
+    @staticmethod
+    def add_trees(
+        work: Sequence[tuple[R, Work]], drafts: dict[int, Draft], supported: bool
+    ) -> list[tuple[R, Work]]:
+        """Return scheduled work with the trees of its drafts. If the step does not support trees, replace each tree by
+        its best path, also in `drafts`."""
+        shaped = []
+        for request, part in work:
+            if part.drafts and (draft := drafts[id(request)]).parents:
+                if supported:
+                    part = part._replace(parents=draft.parents)
+                else:
+                    chain = drafts[id(request)] = draft.best_path()
+                    tokens = np.concatenate((part.tokens[: -part.drafts], chain.tokens))
+                    part = part._replace(tokens=tokens, drafts=len(chain.tokens))
+            shaped.append((request, part))
+        return shaped
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
         """Pass a launched step to the proposers, before its tokens are committed."""
@@ -215,7 +248,7 @@ class Speculation:
             added = len(request.tokens) - before[place]
             if drafted and added:
                 accepted = added - 1
-                self.stats.count(drafted, accepted)
+                self.stats.count(draft, accepted)
                 request.draft_tokens += drafted
                 request.accepted_tokens += accepted
                 proposer = self._proposed_by[id(request)]
