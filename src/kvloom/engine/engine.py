@@ -123,7 +123,7 @@ class Engine:
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         draft_rows = 0
         if config.speculate != "off":
             wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
@@ -140,7 +140,10 @@ class Engine:
             memory.batch_invariant,
             2 * draft_rows,
             draft_length=draft_length,
+            trees=config.tree_nodes > 0,
         )
+        if config.tree_nodes:
+            self._check_trees()
         self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None if the engine has no tiers."""
@@ -190,7 +193,9 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
-            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
+            self.speculation = Speculation(
+                self._proposers(draft), config.draft_tokens, self.eos, draft_rows, config.tree_nodes
+            )
         self._token_mover = TokenMover(self.cache, self.buffer)
         self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
@@ -200,6 +205,14 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _check_trees(self) -> None:
+        """Raise ValueError if the model cannot compute draft trees."""
+        nodes = self.config.tree_nodes
+        if self.cache.has_states:
+            raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
+        if self.runner.pages.is_invariant:
+            raise ValueError(refused("tree, batch_invariant", nodes=nodes))
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
@@ -226,7 +239,9 @@ class Engine:
             if self.runner.decoder is None:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
-            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
+            name = config.head.partition("=")[0]
+            depth = longest_draft([name], config.draft_tokens) if config.tree_nodes else 0
+            return HeadProposer(name, head, *beside, sampled, complete, depth)
         runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,

@@ -1,7 +1,8 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
     cost        the measured seconds of decode steps of each size, and of a proposer per draft token
-    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer
+    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer.
+                For drafts with estimated chances (trees of heads), the accepted tokens divided by the sum of the chances
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
@@ -16,6 +17,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .draft import Draft
 
 __all__ = ["Acceptance", "Controller", "StepCosts"]
 
@@ -59,6 +62,14 @@ class Acceptance:
         """
         tried = min(drafted, accepted + 1)
         share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
+        for estimates in (known, self._overall):
+            before = estimates.get(proposer, self._overall.get(proposer, PRIOR))
+            estimates[proposer] = before + weight * (share - before)
+
+    def observe_chances(self, known: dict[str, float], proposer: str, expected: float, accepted: int) -> None:
+        """Update the estimates like `observe`, for a draft whose estimated chances have the sum `expected`. The estimates
+        are then the accepted tokens divided by the expected tokens."""
+        share, weight = accepted / max(expected, LEAST), 1 - (1 - WEIGHT) ** expected
         for estimates in (known, self._overall):
             before = estimates.get(proposer, self._overall.get(proposer, PRIOR))
             estimates[proposer] = before + weight * (share - before)
@@ -121,6 +132,9 @@ class Controller:
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
         self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
+        self._chances: dict[
+            str, list[float]
+        ] = {}  # mean chance of the best node of a tree, the second best, …
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
 
@@ -176,14 +190,21 @@ class Controller:
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
         best, best_rate = none, rate
+        by_rank = self._chances.get(proposer)
         for length in LENGTHS:
             if length > max(most, default=0) and best_rate > rate:
                 break
-            drafts = [_worth(chance, min(length, n)) for chance, n in zip(chances, most, strict=True)]
-            drafts = self.share(drafts, rows)
-            gained = sum(_expected(chance, n) for chance, n in zip(chances, drafts, strict=True))
+            pairs = zip(chances, most, strict=True)
+            if by_rank is None:
+                drafts = self.share([_worth(chance, min(length, n)) for chance, n in pairs], rows)
+                gained = sum(_expected(chance, n) for chance, n in zip(chances, drafts, strict=True))
+                runs = max(drafts, default=0)
+            else:
+                drafts = self.share([min(length, n) for _, n in pairs], rows)
+                gained = sum(chance * sum(by_rank[:n]) for chance, n in zip(chances, drafts, strict=True))
+                runs = 1  # the size of a tree hardly changes the time to propose it
             seconds = self.costs.seconds(plain + sum(drafts) + (round(gained) if replays else 0))
-            seconds += self._proposing.get(proposer, 0.0) * max(drafts, default=0)
+            seconds += self._proposing.get(proposer, 0.0) * runs
             if seconds and (plain + gained) / seconds > best_rate:
                 best, best_rate = drafts, (plain + gained) / seconds
         mean = sum(chances) / max(1, count)
@@ -206,13 +227,28 @@ class Controller:
         """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens."""
         self.costs.observe(tokens, seconds)
 
-    def observe_proposal(self, proposer: str, longest: int, seconds: float) -> None:
-        """Update a proposer's average time per draft token. The proposer took `seconds` for drafts of up to
-        `longest` tokens."""
+    def observe_proposal(self, proposer: str, drafts: Sequence[Draft], seconds: float) -> None:
+        """Update a proposer's average time per draft token, or per tree. The proposer took `seconds` for `drafts`."""
+        by_rank = self._chances.get(proposer, [])
+        for draft in drafts:
+            for rank, chance in enumerate(draft.chances):
+                if rank == len(by_rank):
+                    by_rank.append(chance)
+                by_rank[rank] += WEIGHT * (chance - by_rank[rank])
+        if by_rank:
+            self._chances[proposer] = by_rank
+        longest = 1 if by_rank else max((len(draft.tokens) for draft in drafts), default=0)
         if longest:
             each = seconds / longest
             before = self._proposing.get(proposer, each)
             self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
+
+    def observe_draft(self, known: dict[str, float], proposer: str, draft: Draft, accepted: int) -> None:
+        """Update the acceptance of a request (`known`) and a proposer after the verification of a draft."""
+        if draft.chances:
+            self.acceptance.observe_chances(known, proposer, sum(draft.chances), accepted)
+        else:
+            self.acceptance.observe(known, proposer, len(draft.tokens), accepted)
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:

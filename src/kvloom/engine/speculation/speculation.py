@@ -26,16 +26,19 @@ R = TypeVar("R")
 DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
+HEADS = ("mtp", "eagle")
+"""The proposers that can draft trees."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
 
-def longest_draft(proposers: Iterable[str], draft_tokens: int | None) -> int:
-    """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL"."""
+def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes: int = 0) -> int:
+    """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL".
+    Heads draft trees of `tree_nodes` tokens, or chains if it is 0."""
     kinds = [name.partition("=")[0] for name in proposers]
     if draft_tokens is not None:
-        return draft_tokens if kinds else 0
-    return max((DRAFT_TOKENS.get(kind, OTHER_DRAFT_TOKENS) for kind in kinds), default=0)
+        return max(draft_tokens, tree_nodes) if kinds else 0
+    return max([tree_nodes, *(DRAFT_TOKENS.get(kind, OTHER_DRAFT_TOKENS) for kind in kinds)])
 
 
 @dataclass(slots=True)
@@ -69,13 +72,19 @@ class SpeculationStats:
 class Speculation:
     """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
-    A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS)."""
+    A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS). If
+    `tree_nodes` is not 0, heads draft trees of up to this many tokens."""
 
     def __init__(
-        self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
+        self,
+        proposers: Sequence[Proposer],
+        draft_tokens: int | None,
+        ends: Iterable[int],
+        rows: int,
+        tree_nodes: int = 0,
     ) -> None:
         self.proposers, self.rows = list(proposers), rows
-        self.draft_tokens = draft_tokens
+        self.draft_tokens, self.tree_nodes = draft_tokens, tree_nodes
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
         self.controller: Controller | None = Controller()
@@ -121,6 +130,8 @@ class Speculation:
     ) -> list[tuple[DraftedRequest, list[int] | Draft]]:
         """Return the drafts of one proposer. The controller chooses their lengths."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
+        if self.tree_nodes and proposer.name in HEADS:
+            longest = self.tree_nodes
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:
             lengths = Controller.share(most, left)
@@ -139,8 +150,8 @@ class Speculation:
         if controller is not None:
             taken = time.perf_counter() - started
             self._proposing += taken
-            longest = max(len(one.tokens if isinstance(one, Draft) else one) for one in made)
-            controller.observe_proposal(proposer.name, longest, taken)
+            drafts = [one if isinstance(one, Draft) else Draft(one) for one in made]
+            controller.observe_proposal(proposer.name, drafts, taken)
             self.stats.proposing_seconds += taken
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
@@ -253,7 +264,7 @@ class Speculation:
                 request.accepted_tokens += accepted
                 proposer = self._proposed_by[id(request)]
                 if self.controller is not None:
-                    self.controller.acceptance.observe(request.acceptance, proposer.name, drafted, accepted)
+                    self.controller.observe_draft(request.acceptance, proposer.name, draft, accepted)
                 if request.finish_reason is None:
                     for one in self.proposers:
                         one.draft_verified(request, drafted, accepted, one is proposer)
