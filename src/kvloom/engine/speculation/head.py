@@ -95,7 +95,7 @@ class HeadProposer(DraftModelProposer):
         before = [tree.request.sampled_tokens + depth for tree in trees for _ in tree.current]
         scores = self._sampler.scores(logits, rows, before).log_softmax(-1)
         chances, tokens = scores.topk(min(MOST_CHILDREN, scores.shape[1]))
-        found = zip(chances.tolist(), tokens.tolist(), strict=True)
+        found = zip(*torch.stack((chances.double(), tokens.double())).tolist(), strict=True)  # one transfer
         for tree in trees:
             tree.add_children([next(found) for _ in tree.current], depth + 1)
 
@@ -120,20 +120,25 @@ class _Tree:
         self.nodes: list[tuple[float, int, int, int]] = []
         self.computed: list[int] = []
         self.current: list[int] = [-1]
+        self._least = -math.inf  # a candidate with a smaller chance cannot be part of the draft
 
-    def add_children(self, children: list[tuple[list[float], list[int]]], depth: int) -> None:
-        """Add candidates. `children` are the logarithms of chances and the tokens of each current node's children."""
+    def add_children(self, children: list[tuple[list[float], list[float]]], depth: int) -> None:
+        """Add candidates. `children` are the logarithms of chances and the tokens of each current node's children. The
+        most likely child is first."""
         for node, (chances, tokens) in zip(self.current, children, strict=True):
             before = self.nodes[node][0] if node >= 0 else 0.0
             for chance, token in zip(chances, tokens, strict=True):
-                if chance > -math.inf:
-                    self.nodes.append((before + chance, node, token, depth))
+                if before + chance <= self._least:
+                    break
+                self.nodes.append((before + chance, node, int(token), depth))
 
     def begin_depth(self, depth: int, deepest: int) -> bool:
         """Choose the nodes of a depth whose children are candidates, too. Return whether there are any. All depths
         together compute at most as many nodes as the draft has."""
         width = max(1, self._count // (deepest - 1))
-        best = self._best(range(len(self.nodes)), self._count)
+        best = self._best()
+        if len(best) == self._count:
+            self._least = self.nodes[best[-1]][0]
         self.current = [node for node in best if self.nodes[node][3] == depth][:width]
         self.current = self.current[: self._count - len(self.computed)]
         self.computed += self.current
@@ -153,7 +158,7 @@ class _Tree:
 
     def draft(self) -> Draft:
         """Return the most likely nodes. A node is never more likely than its parent, so its ancestors are included."""
-        best = self._best(range(len(self.nodes)), self._count)
+        best = self._best()
         index = {-1: -1} | {node: i for i, node in enumerate(best)}
         parents = tuple(index[self.nodes[node][1]] for node in best)
         return Draft(
@@ -162,5 +167,5 @@ class _Tree:
             chances=tuple(math.exp(self.nodes[node][0]) for node in best),
         )
 
-    def _best(self, nodes: range, count: int) -> list[int]:
-        return sorted(nodes, key=lambda node: (-self.nodes[node][0], node))[:count]
+    def _best(self) -> list[int]:
+        return sorted(range(len(self.nodes)), key=lambda node: (-self.nodes[node][0], node))[: self._count]
