@@ -83,8 +83,8 @@ class ModelRunner:
     ) -> None:
         """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and the
         buffers of batches. A step has at most `drafts` draft tokens and tokens that recurrent layers compute again.
-        `draft_length` is the largest number of draft tokens of a sequence. `trees` states that drafts may be trees. With `invariant`, the bits of a row do not
-        depend on the other rows of its step (CUDA only).
+        `draft_length` is the largest number of draft tokens of a sequence. `trees` states that drafts may be trees.
+        With `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only).
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
@@ -236,8 +236,8 @@ class ModelRunner:
 
     def supports_trees(self, works: Many[Work]) -> bool:
         """Return whether a step with trees can run as it is. If not, its drafts must be chains: batch-invariant
-        attention, cold pages and, on a GPU, long rows (prompts) do not support trees."""
-        if self.pages.is_invariant or any(work.sequence.cold_blocks for work in works):
+        attention, cold pages, images and, on a GPU, long rows (prompts) do not support trees."""
+        if self.pages.is_invariant or any(work.sequence.cold_blocks or _has_images(work) for work in works):
             return False
         return self.device.type == "cpu" or max(len(work.tokens) for work in works) <= LARGEST_ROW
 

@@ -11,8 +11,9 @@
     speculation.py   Speculation: the engine's entry; counters
 
 A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Draft tokens are
-accepted up to the first one that differs from the sample. A draft may be a tree, of which one path is accepted. The sampler's noise depends on seed, position and token only,
-so the output is the same as without speculation, greedy or sampled. See docs/speculation.md.
+accepted up to the first one that differs from the sample. A draft may be a tree, of which one path is accepted. The
+sampler's noise depends on seed, position and token only, so the output is the same as without speculation, greedy or
+sampled. See docs/speculation.md.
 
 Names are imported on first use, so that reading settings does not load torch.
 """

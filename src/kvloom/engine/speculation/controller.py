@@ -132,9 +132,7 @@ class Controller:
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
         self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
-        self._chances: dict[
-            str, list[float]
-        ] = {}  # mean chance of the best node of a tree, the second best, …
+        self._chances: dict[str, list[float]] = {}  # mean chances of the nodes of trees, by rank
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
 

@@ -133,14 +133,14 @@ class _Tree:
                 self.nodes.append((before + chance, node, int(token), depth))
 
     def begin_depth(self, depth: int, deepest: int) -> bool:
-        """Choose the nodes of a depth whose children are candidates, too. Return whether there are any. All depths
+        """Choose the nodes of a depth whose children may be part of the draft. Return whether there are any. All depths
         together compute at most as many nodes as the draft has."""
-        width = max(1, self._count // (deepest - 1))
         best = self._best()
         if len(best) == self._count:
             self._least = self.nodes[best[-1]][0]
-        self.current = [node for node in best if self.nodes[node][3] == depth][:width]
-        self.current = self.current[: self._count - len(self.computed)]
+        width = min(max(1, self._count // (deepest - 1)), self._count - len(self.computed))
+        of_depth = [node for node in best if self.nodes[node][3] == depth]
+        self.current = [node for node in of_depth if self.nodes[node][0] > self._least][:width]
         self.computed += self.current
         return bool(self.current)
 
