@@ -251,6 +251,12 @@ def test_a_replayed_step_with_trees_equals_a_plain_step() -> None:
     assert torch.equal(found.previous[:10], expected.previous)
     for group in expected.slots:
         assert torch.equal(found.slots[group][:, :10], expected.slots[group])
+    eager = stage.lay_out(works, chosen)
+    assert eager.trees is not None
+    assert eager.previous is not None
+    assert torch.equal(eager.trees, expected.trees)
+    assert torch.equal(eager.positions, expected.positions)
+    assert torch.equal(eager.previous, expected.previous)
     stage.send_drafted([work._replace(parents=()) for work in works], 12)  # chains need no second graph
     found = stage.drafted(12, 8, chosen)
     assert found.trees is not None
