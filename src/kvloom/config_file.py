@@ -7,7 +7,7 @@
     tier = ["host:8GiB"]
     [serve]                           # `kvloom serve` alone
     port = 8001
-    [models.qwen]                     # one model of `kvloom serve`; wins over all of these
+    [models.qwen]                     # one model of `kvloom serve`; overrides all of these
     model = "Qwen/Qwen3-8B"
     kv-dtype = "fp8"
 

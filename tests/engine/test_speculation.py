@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Sequence, Set
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from kvloom.engine import Engine, OffloadConfig, SamplingParams
-from kvloom.engine.speculation import Controller, DraftedRequest, TokenIndex
+from kvloom.engine.speculation import (
+    Controller,
+    DraftedRequest,
+    Estimate,
+    NGramProposer,
+    Speculation,
+    TokenIndex,
+)
 from kvloom.models.paged import Work
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory
@@ -43,6 +51,7 @@ class Oracle:
     """Proposes the right tokens with a given chance each, else wrong ones."""
 
     name = "oracle"
+    is_lookup = False
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], chance: float = 0.7) -> None:
         self.answers, self.chance, self.rng = answers, chance, random.Random(1)
@@ -490,14 +499,14 @@ def test_draft_models_that_cannot_work_are_refused(tmp_path: Path) -> None:
 def decided(slope: float, chance: float, requests: int, steps: int = 400) -> tuple[Controller, float, int]:
     """Return a controller, the drafts per request and the steps with drafts, after steps that take 1 + slope * tokens ms."""
     rng, controller = random.Random(1), Controller()
-    known: list[dict[str, float]] = [{} for _ in range(requests)]
+    known: list[dict[str, Estimate]] = [{} for _ in range(requests)]
     drafts = with_drafts = 0
     for _ in range(steps):
         controller.step_begins(known)
         lengths = [0] * requests
         if controller.wants_drafts:
-            chances = [controller.acceptance.of(one, "x") for one in known]
-            lengths = controller.lengths("x", chances, [16] * requests, 512, 0)
+            estimates = [controller.acceptance.of(one, "x") for one in known]
+            lengths = controller.lengths("x", estimates, [16] * requests, 512, 0)
         for one, length in zip(known, lengths, strict=True):
             accepted = next((i for i in range(length) if rng.random() > chance), length)
             if length:
@@ -527,7 +536,7 @@ def off_after(requests: int) -> Controller:
     controller = Controller()
     for size in (1, 2, 4, 8, 16, 32, 64):
         controller.observe_step(size, 1e-3 * size)
-    assert controller.lengths("x", [0.5] * requests, [4] * requests, 512, 0) == [0] * requests
+    assert controller.lengths("x", [Estimate(0.5)] * requests, [4] * requests, 512, 0) == [0] * requests
     assert not controller.wants_drafts
     return controller
 
@@ -535,30 +544,73 @@ def off_after(requests: int) -> Controller:
 def test_the_controller_decides_again_if_the_requests_change() -> None:
     controller = off_after(requests=4)
     for count in (4, 5, 8, 2):
-        controller.step_begins([{"x": 0.5}] * count)
+        controller.step_begins([{"x": Estimate(0.5)}] * count)
         assert not controller.wants_drafts, count
-    controller.step_begins([{"x": 0.5}] * 9)
+    controller.step_begins([{"x": Estimate(0.5)}] * 9)
     assert controller.wants_drafts
     controller = off_after(requests=4)
-    controller.step_begins([{"x": 0.5}])
+    controller.step_begins([{"x": Estimate(0.5)}])
     assert controller.wants_drafts
 
 
 def test_the_controller_decides_again_if_acceptance_rises() -> None:
     controller = off_after(requests=1)
     for _ in range(20):
-        controller.step_begins([{"x": 0.55}])
+        controller.step_begins([{"x": Estimate(0.55)}])
     assert not controller.wants_drafts
     for _ in range(8):
-        controller.step_begins([{"x": 0.7}])
+        controller.step_begins([{"x": Estimate(0.7)}])
     assert controller.wants_drafts
+
+
+def test_the_controller_turns_off_a_proposer_without_drafts() -> None:
+    """Waiting for each step costs 10 %. The proposer has a draft for 1 request in 20, then for 1 in 2."""
+    controller = Controller(["x"])
+    for size in (1, 2, 4, 8):
+        controller.observe_step(size, 1e-3 * (1 + 0.02 * size))
+        controller.observe_step(size, 1.1e-3 * (1 + 0.02 * size), waited=True)
+    assert controller.lengths("x", [Estimate(0.7, 0.05)], [4], 64, 0) == [0]
+    assert not controller.wants_drafts
+    assert "drafts for 5%" in controller.reasons["x"]
+    for _ in range(200):
+        controller.step_begins([{"x": Estimate(0.7, 0.05)}])
+        assert not controller.wants_drafts, "a lookup is not probed"
+    controller.review("x", 0.4)
+    assert controller.wants_drafts
+    assert controller.lengths("x", [Estimate(0.7, 0.5)], [4], 64, 0)[0] > 1
+
+
+def test_a_proposer_that_is_off_is_reviewed_without_steps() -> None:
+    """The drafts of a lookup that is off are compared with the output. When the output repeats, it is turned on."""
+    speculation = Speculation([NGramProposer()], 4, [], 64)
+    controller, rng = speculation.controller, random.Random(1)
+    assert controller is not None
+    controller.observe_step(1, 1e-3)
+    assert controller.lengths("ngram", [Estimate(0.7, 0.0)], [4], 64, 0) == [0]
+    request: Any = SimpleNamespace(
+        tokens=[rng.randrange(1 << 16) for _ in range(50)], output_count=1, is_long=False, token_index=None,
+        params=SamplingParams(), sequence=None, estimates={"ngram": Estimate(0.7, 0.0)}, pending=1,
+    )  # fmt: skip
+    for _ in range(100):
+        speculation.propose([request])
+        request.tokens.append(rng.randrange(1 << 16))
+        assert not controller.wants_drafts
+    steps = 0
+    while not controller.wants_drafts and steps < 100:
+        speculation.propose([request])
+        request.tokens.append(request.tokens[-10])
+        steps += 1
+    assert 10 < steps < 40
+    assert request.estimates["ngram"].found > 0.1
 
 
 def test_replayed_tokens_count_as_tokens_of_the_step() -> None:
     controller = Controller()
     for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         controller.observe_step(size, 1e-3 * (1 + 0.3 * size))
-    without, replayed = (controller.lengths("x", [0.9], [16], 64, 0, replays) for replays in (False, True))
+    without, replayed = (
+        controller.lengths("x", [Estimate(0.9)], [16], 64, 0, replays) for replays in (False, True)
+    )
     assert 0 < replayed[0] < without[0]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvloom.core import CacheControl
 from kvloom.engine import Engine, EngineConfig, SamplingParams
-from kvloom.engine.speculation import Controller, Draft, DraftedRequest
+from kvloom.engine.speculation import Controller, Draft, DraftedRequest, Estimate
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import layer_views
 from kvloom.models.paged import BatchBuilder, Work
@@ -93,6 +93,7 @@ class TreeOracle:
     """Proposes random trees. Each node continues the right answer with a given chance, if its parent does."""
 
     name = "oracle"
+    is_lookup = False
 
     def __init__(self, answers: dict[Any, list[int]], chance: float = 0.7, vocabulary: int = 60) -> None:
         self.answers, self.chance, self.rng, self.vocabulary = answers, chance, random.Random(1), vocabulary
@@ -490,14 +491,15 @@ def test_the_controller_sizes_trees_by_their_chances() -> None:
         for _ in range(30):
             controller.observe_step(tokens, 1.0 + 0.05 * tokens)
     sharp = Draft([5] * 16, parents=(-1,) * 16, chances=(0.9, 0.8, 0.7, 0.02, *(0.01,) * 12))
-    known: dict[str, float] = {}
+    known: dict[str, Estimate] = {}
     for _ in range(60):
-        controller.observe_proposal("eagle", [sharp], 0.01)
-        controller.observe_draft(known, "eagle", sharp, 2)
-    chance = controller.acceptance.of(known, "eagle")
-    assert 0.75 < chance < 0.9, "2 of 2.5 expected tokens were accepted"
-    assert controller.lengths("eagle", [chance], [16], 16, 0) == [3]
-    assert controller.lengths("eagle", [0.0], [16], 16, 0) == [0]
+        controller.observe_chances("eagle", [sharp])
+        controller.observe_proposal("eagle", 1, 1, 0.01)
+        controller.acceptance.observe_draft(known, "eagle", sharp, 2)
+    estimate = controller.acceptance.of(known, "eagle")
+    assert 0.75 < estimate.chance < 0.9, "2 of 2.5 expected tokens were accepted"
+    assert controller.lengths("eagle", [estimate], [16], 16, 0) == [3]
+    assert controller.lengths("eagle", [Estimate(0.0)], [16], 16, 0) == [0]
 
 
 def test_trees_that_cannot_work_are_refused(tmp_path: Path) -> None:

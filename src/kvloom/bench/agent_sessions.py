@@ -41,8 +41,8 @@ TURN_SPREAD, IDLE_SPREAD, LENGTH_SPREAD = 1.2, 2.0, 0.9
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt that is sent `idle` seconds after the answer before it. After the answer, all `branches` run in
-    parallel, and the session continues after their end."""
+    """A prompt that is sent `idle` seconds after the previous answer. After its answer, all `branches` run in
+    parallel. The session continues when they have ended."""
 
     idle: float
     prompt: str
@@ -57,7 +57,7 @@ class Session:
     turns: tuple[Turn, ...]
 
     def walk(self) -> Iterator[Turn]:
-        """Yield all turns, with those of branches."""
+        """Yield all turns, including the turns of branches."""
 
         def of(turns: Iterable[Turn]) -> Iterator[Turn]:
             for turn in turns:
@@ -71,8 +71,8 @@ class Session:
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
     """Parameters of the load. `turns`, `tokens` and `idle` are medians. Sessions start at random times within
-    `seconds`. `fork_share` of the turns start branches or sub-agents, and `edit_share` of them are sent again with
-    another end."""
+    `seconds`. The share `fork_share` of the turns start branches or sub-agents. The share `edit_share` of the turns
+    are sent again with a different end."""
 
     sessions: int = 24
     projects: int = 6
@@ -129,8 +129,8 @@ class _Draw:
         return tuple(found)
 
     def _branches(self, prompt: str, project: str) -> tuple[tuple[Turn, ...], ...]:
-        """Return two to four branches. Half of the times they share the whole prompt, else they are sub-agents with
-        a prompt of their own."""
+        """Return two to four branches. In half of the cases they share the whole prompt. Otherwise they are
+        sub-agents with separate prompts."""
         rng = self._rng
         begin = prompt if rng.random() < 0.5 else self._sub_agents + project
         return tuple(
@@ -155,8 +155,8 @@ def _tokens(prompt: str) -> int:
 
 
 def shared_tokens(prompts: Iterable[str]) -> tuple[int, int]:
-    """Return how many words of the prompts an unlimited cache hits, and the number of all words. A hit is the longest
-    prefix that an earlier prompt has, without the last word of the prompt."""
+    """Return how many words of the prompts an unlimited cache hits, and the number of all words. The hit of a
+    prompt is the longest prefix that an earlier prompt has, without the last word."""
     root: dict[str, dict] = {}  # type: ignore[type-arg]
     hits = total = 0
     for prompt in prompts:

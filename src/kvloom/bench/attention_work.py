@@ -1,7 +1,7 @@
 """Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-Unless a row states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims. Its bf16 pages
-have 16 tokens and are in random order. `gpu_timing` times the calls.
+Unless a line of the report states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims.
+Its bf16 pages have 16 tokens and are in random order. `gpu_timing` times the calls.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return a lower bound, in microseconds, for `batch` rows that share a prefix. It is the sum of two times: one for
-    the prefix, and one for the rows' own tokens. Each is the time for its bytes or for its FLOPs, whichever is longer.
+    """Return a lower bound, in microseconds, for `batch` sequences that share a prefix. It is the sum of two times:
+    one for the prefix, and one for the own tokens of the sequences. Each is the time for its bytes or for its
+    FLOPs, whichever is longer.
     """
 
     def part(tokens_read: int, pairs: int) -> float:
@@ -281,8 +282,8 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield rows for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed about as much
-    as bytes do.
+    """Yield the report lines for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed
+    about as much as bytes do.
     """
     from kvloom.kernels.attention import DecodePlan, Shape
 

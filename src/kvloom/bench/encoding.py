@@ -1,9 +1,9 @@
 """`kvloom bench encoding`: one encode worker and one other worker against two workers that also encode images.
 
-A router sends the same load to both fleets, in turns: text streams, and chats with one new image each. The benchmark
-measures the time between the tokens of the streams, and the time to first token of the chats. The model is a LLaVA with
-random weights, made for the benchmark. All workers are `kvloom serve` processes on loopback, with one thread each. With
-`--pin`, every worker of a fleet has a core of its own, if there are enough cores.
+A router sends the same load to both fleets, in turns: text streams, and chats with one new image each. The
+benchmark measures the time between the tokens of the streams, and the time to first token of the chats. The model
+is a LLaVA with random weights, made for the benchmark. All workers are `kvloom serve` processes on loopback, with
+one thread each. With `--pin`, every worker of a fleet has a separate core, if there are enough cores.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ async def _counters(session: Any, url: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Load:
-    """The streams and images of one fleet, and what was measured."""
+    """The streams and images of one fleet, and the measured times."""
 
     session: Any
     url: str

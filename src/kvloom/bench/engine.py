@@ -1,7 +1,8 @@
 """`kvloom bench engine`: whole workloads on kvloom's engine, Hugging Face's generate(), vLLM, and the roofline.
 
-Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. On a GPU the
-runners run one after the other, because each needs the device's memory. On a CPU they alternate after each workload.
+Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. On a CPU the
+runners alternate after each workload. On a GPU they run one after the other, because each takes all of the device's
+memory. Runners of kvloom alternate there too if `--pool` limits their memory.
 Other modules define the workloads (`workloads`), models (`shapes`), lower bounds (`roofline`), runners
 (`engine_runners`, `engine_peers`) and tables (`engine_report`).
 """
@@ -26,7 +27,7 @@ from kvloom.tiers import check_tiers
 
 from .engine_peers import HuggingFace, NotInstalledError, UnbatchedHuggingFace, Vllm
 from .engine_report import QUOTED, RunnerResult, WorkloadResult, render, rows_of
-from .engine_runners import BatchInvariant, Kvloom, Measurement, Options, Runner
+from .engine_runners import BatchInvariant, Kvloom, Measurement, Options, Runner, Speculating
 from .roofline import Roofline
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, select_workloads
@@ -39,6 +40,7 @@ RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
     "hf-alone": UnbatchedHuggingFace,
     "vllm": Vllm,
     "invariant": BatchInvariant,
+    "drafts": Speculating,
 }
 NAMES = {
     "kvloom": "kvloom",
@@ -46,7 +48,9 @@ NAMES = {
     "hf-alone": "Hugging Face, one by one",
     "vllm": "vLLM",
     "invariant": "batch-invariant",
+    "drafts": "kvloom with drafts",
 }
+OURS = {"kvloom", "invariant", "drafts"}
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -209,6 +213,8 @@ def _parser() -> Parser:
         metavar="SIZE",
         help="size of kvloom's page pool, such as 40GiB (default: 0.9 of GPU memory less weights; CPU 512MiB)",
     )
+    add("--speculate", default="off", metavar="HOW",
+        help="also run kvloom with drafts, such as suffix (see `kvloom serve --help`)")  # fmt: skip
     add("--tier", action="append", default=[], metavar="TIER",
         help="tier of kvloom, such as host:64GiB; repeatable")  # fmt: skip
     add(
@@ -269,28 +275,29 @@ def _bench(args: argparse.Namespace) -> int:
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=args.pool, token_budget=args.token_budget,
         max_running=args.max_running, tiers=tuple(args.tier), compile=args.compile, vllm_python=args.vllm_python,
-        max_length=max(20480, *(work.longest for work in works)),
+        max_length=max(20480, *(work.longest for work in works)), speculate=args.speculate,
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     on_h200 = "H200" in name
     least = Roofline(config, shape.dtype, args.kv_dtype) if on_h200 else None
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
-    kinds = ["kvloom", *dict.fromkeys(args.peers)]
+    kinds = ["kvloom", *(["drafts"] if args.speculate != "off" else []), *dict.fromkeys(args.peers)]
     ran = [RunnerResult(NAMES[kind]) for kind in kinds]
     runs = [
         run_one(each, kind, args.shape, works, args.rounds, options)
         for each, kind in zip(ran, kinds, strict=True)
     ]
-    for together in [runs] if device == "cpu" else [[run] for run in runs]:
+    fits = device == "cpu" or (args.pool is not None and OURS.issuperset(kinds))
+    for together in [runs] if fits else [[run] for run in runs]:
         take_turns(together)
     exact = shape.dtype == torch.float32 and args.kv_dtype in (None, "fp32")
     report = {
         "shape": args.shape, "scale": scale, "device": name, "dtype": str(shape.dtype).removeprefix("torch."),
         "kv_dtype": args.kv_dtype, "torch": torch.__version__, "threads": torch.get_num_threads(), "seed": args.seed,
         "method": f"Best of {args.rounds}; before, every workload ran once with 8 tokens of output at most, not counted. "
-        "Prefill is the prompts alone, with one token each, where none is cached. Waste is at the peak. On a CPU the engines take "
-        "turns; processor seconds are of all threads and processes of an engine, in the round that took the fewest.",
+        "Prefill is the prompts alone, with one token each, where none is cached. Waste is at the peak. "
+        f"The engines {'took turns' if fits else 'ran one after the other'}; processor seconds are of all threads and processes of an engine, in the round that took the fewest.",
         "quoted_start_s": quoted.get("start"),
         "quoted_note": "measured earlier on an H200, not in this run" if quoted else None,
         "runners": {

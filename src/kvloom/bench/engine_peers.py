@@ -33,8 +33,8 @@ SAVED_WEIGHTS = 1 << 30
 
 
 class HuggingFace:
-    """Hugging Face's generate() with the faster of its caches: static on a GPU, dynamic on a CPU. Batches are
-    padded on the left, and as large as memory allows. All conversations of a batch advance together, turn by turn."""
+    """Hugging Face's generate() with its faster cache: static on a GPU, dynamic on a CPU. Batches are padded on the
+    left, and as large as memory allows. All conversations of a batch advance together, turn by turn."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30

@@ -97,7 +97,7 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. Answers of the runners are compared only if `exact` is true, because
+    """Return one dictionary per workload. Answers of the runners are compared only if `exact` is true, because
     otherwise rounding can change them."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})

@@ -28,6 +28,7 @@ __all__ = [
     "Measurement",
     "Options",
     "Runner",
+    "Speculating",
     "Turns",
     "release_memory",
     "synchronize",
@@ -52,6 +53,7 @@ class Options:
     compile: bool = False
     vllm_python: str = sys.executable
     max_length: int = 20480
+    speculate: str = "off"
 
 
 @dataclass(slots=True)
@@ -106,6 +108,7 @@ class Kvloom:
 
     name = "kvloom"
     batch_invariant = False
+    speculates = False
 
     def __init__(self, shape: str, options: Options) -> None:
         from kvloom.engine import Engine, EngineConfig, default_token_budget
@@ -126,6 +129,7 @@ class Kvloom:
             max_running=options.max_running,
             batch_invariant=self.batch_invariant,
             tiers=options.tiers,
+            speculate=options.speculate if self.speculates else "off",
         )
         self.engine = Engine(model, config)
         self.engine.prepare()
@@ -143,6 +147,8 @@ class Kvloom:
             self.notes["K and V"] = options.kv_dtype
         if options.tiers:
             self.notes["tiers"] = ", ".join(options.tiers)
+        if self.speculates:
+            self.notes["drafts"] = options.speculate
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         from kvloom.engine import Request, SamplingParams
@@ -150,7 +156,7 @@ class Kvloom:
         params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
         engine, peak = self.engine, PeakUsage(self.engine.cache)
         answers: Turns = [[] for _ in conversations]
-        preemptions = steps = asked = cached = 0
+        preemptions = steps = asked = cached = drafted = accepted = 0
         first: float | None = None
         begin, processor = time.perf_counter(), time.process_time()
         running: dict[Request, int] = {
@@ -175,6 +181,7 @@ class Kvloom:
                 answers[place].append(answer)
                 preemptions += request.preemptions
                 asked, cached = asked + len(request.prompt), cached + (request.cached_tokens or 0)
+                drafted, accepted = drafted + request.draft_tokens, accepted + request.accepted_tokens
                 turn, later = len(answers[place]), conversations[place].later
                 if turn <= len(later):
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
@@ -184,6 +191,8 @@ class Kvloom:
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": cached / asked}
         if first is not None and len(conversations) == 1:
             figures["first_token_s"] = first
+        if self.speculates:
+            figures |= {"draft_tokens": drafted, "accepted_tokens": accepted}
         if engine.offload is not None:
             figures["drained_s"] = self._drain(engine.offload)
         synchronize(self.device)
@@ -214,3 +223,10 @@ class BatchInvariant(Kvloom):
 
     name = "batch-invariant"
     batch_invariant = True
+
+
+class Speculating(Kvloom):
+    """kvloom with the drafts of `--speculate`."""
+
+    name = "kvloom with drafts"
+    speculates = True

@@ -75,8 +75,11 @@ def _flash3(
 def _page_lists(
     tables: torch.Tensor, lengths: list[int], block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return block tables in FlashInfer's format, as three tensors: the bounds of each row in the list of page ids,
-    the page ids of all rows, and the number of tokens in each row's last page."""
+    """Return block tables in FlashInfer's format, as three tensors:
+
+    - the bounds of each sequence in the list of page ids,
+    - the page ids of all sequences,
+    - the number of tokens in the last page of each sequence."""
     blocks = [-(-length // block) for length in lengths]
     bounds = torch.tensor([0, *blocks]).cumsum(0).int()
     ids = torch.cat([tables[row, :count] for row, count in enumerate(blocks)])
@@ -93,7 +96,7 @@ def decode_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Return decode calls for bf16 rows of one query."""
+    """Return decode calls of the installed libraries, for bf16 sequences with one query each."""
     calls: dict[str, Call] = {}
     flash = _flash3(
         q, k, v, tables, starts, torch.tensor(lengths, dtype=torch.int32, device=q.device), 1, SPLITS, window
@@ -121,8 +124,8 @@ def decode_peers(
 def shared_peers(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor
 ) -> dict[str, Call]:
-    """Return calls of FlashInfer's two-level cascade. All rows share the pages `prefix`, and each row has its own pages
-    `own` ([rows, pages]). All pages are full.
+    """Return calls of FlashInfer's two-level cascade. All sequences share the pages `prefix`, and each sequence has
+    its own pages `own` ([sequences, pages]). All pages are full.
 
     Returns one call with FlashInfer's default kernels, and one with its older kernels, which split long prefixes.
     """
@@ -166,7 +169,7 @@ def prefill_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Return causal prefill calls for packed rows over pages."""
+    """Return causal prefill calls of the installed libraries, for packed queries over pages."""
     device, calls = q.device, dict[str, Call]()
     longest = max(end - begin for begin, end in pairwise(starts))
     begins = torch.tensor(starts, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM and SGLang in the same run.
 
-Peers run in a separate process, in this interpreter or that of `--peer-python`. `index_work` measures kvloom. This
-module compares and prints.
+Peers run in a separate process, in this interpreter or in the interpreter of `--peer-python`. `index_work` measures
+kvloom. This module compares and prints.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def best(rounds: Sequence[Any]) -> Any:
 
 
 def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per workload: kvloom's time, the peer's time, their ratio and the goal."""
+    """Return one dictionary per workload: kvloom's time, the peer's time, their ratio and the goal."""
     rows = []
 
     def row(work: str, ours: float, peer: str, theirs: float | None, goal: float | None) -> None:

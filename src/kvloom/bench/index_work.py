@@ -124,7 +124,7 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
     The cache has 256 other prompts with 8 different prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
-    # Exactly full: a prompt's own blocks are evicted for another's, as in the peers' measurement.
+    # The cache is exactly full, so each prompt evicts the blocks of another prompt, as in the peers' measurement.
     cache = KVCache(shape, (256 * (tokens - shared) + 8 * shared) // block + 1, max_sequences=4)
     draw = _drawer()
     prefixes = [draw(shared) for _ in range(8)]

@@ -212,7 +212,7 @@ class _Clients:
                 why = str(error)
                 break
             except (OSError, _BrokenError) as error:
-                # An answer may end with the router's death only; a client behind a load balancer asks the next one.
+                # An answer may be cut only if its router died. A client behind a load balancer then sends the request to the next router.
                 why = f"{type(error).__name__}: {error}"
                 if not self._died(router, at):
                     break

@@ -1,7 +1,7 @@
 """Measures the time to copy and to read pages, whole and layer by layer. This is the cost of loading layers in the
 order in which they are computed.
 
-A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each page is
+A page has all layers of its tokens in contiguous bytes. To load the first layer of many pages first, each page is
 copied or read in one piece per layer. The benchmark uses tiers without an engine.
 """
 
@@ -23,8 +23,8 @@ __all__ = ["measure_layerwise_copy"]
 def measure_layerwise_copy(
     folder: str, layers: int = 32, run: int = 64 << 10, pages: int = 96, rounds: int = 5
 ) -> dict[str, Any]:
-    """Return the median seconds to copy and to read `pages` pages of `layers` runs in three ways: whole, layer by
-    layer, and the first layer only.
+    """Return the median seconds to copy and to read `pages` pages in three ways: whole, layer by layer, and the
+    first layer only. A page has `layers` layers of `run` bytes each.
 
     Pages are in random order in source and target, as in a used pool."""
     size = layers * run

@@ -140,8 +140,8 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return one row (a dictionary) per ratio and scenario, with median times to first token in seconds. `computed_s`
-    is the time to compute the whole prompt, and `auto_s` is the time if the engine decides. `relative` is `auto_s`
+    """Return one dictionary per ratio and scenario, with median times to first token in seconds. `computed_s` is
+    the time to compute the whole prompt, and `auto_s` is the time if the engine decides. `relative` is `auto_s`
     divided by `computed_s`. `ideal` is the value of `relative` if computing and loading overlap perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -35,7 +35,7 @@ def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds
         config = EngineConfig(pool_bytes=pool + 2 * layout.slab_bytes, tiers=(f"host:{host}",))
         engine = Engine(model, config)
         engine.prepare()
-        timed = [_run(engine, tokens) for tokens in prompts][1:]  # the first warms up
+        timed = [_run(engine, tokens) for tokens in prompts][1:]  # the first prompt warms up
         engine.close()
         found[name] = {
             "first_s": statistics.median(first for first, _, _ in timed),

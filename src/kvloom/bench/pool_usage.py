@@ -26,7 +26,7 @@ Ids = npt.NDArray[np.int32]
 def waste(cache: KVCache) -> tuple[int, float]:
     """Return the bytes in use by running sequences, and the wasted share (defined in the module docstring).
 
-    Shared pages count once. Free pages in occupied slabs do not count. O(rows and their blocks)."""
+    Shared pages count once. Free pages in occupied slabs do not count. O(sequences and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
     in_use = cache.inspect.bytes_in_use
@@ -55,8 +55,9 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return how many token slots are wasted in the pages of `rows`: the next query of no row can read them. `table` is
-    the block table of a layer group ([all rows, blocks]).
+    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block
+    tables). A slot is wasted if the next query of no sequence can read it. `table` is the block table of a layer
+    group ([all row numbers, blocks]).
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)
@@ -74,7 +75,8 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens`, one entry per page. If several entries have the same page, only the smallest counts."""
+    """Return the sum of `tokens`, which has one entry per page. If several entries have the same page, only the
+    smallest counts."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)

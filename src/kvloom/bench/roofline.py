@@ -1,15 +1,15 @@
-"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs, whichever
-is longer. The bound is the sum over operations.
+"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
+whichever is longer. The bound is the sum over operations.
 
     pass     counted                                                    bytes                    FLOPs
     dense    every matrix but embeddings and head, over all tokens      weights, once per pass   2 per weight and token
     experts  the experts that the pass's tokens choose (expected)       their weights            2 per weight and choice
-    head     one row of logits per request                              its weights              2 per weight and row
+    head     logits of one position per request                         its weights              2 per weight and position
     attend   by each layer's visibility                                 K and V read             4 per head, dimension and pair
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
-computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations, sampling,
-launches and the host take no time.
+computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,
+sampling, launches and the host take no time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLOP_RATE = 770e12
 class ForwardPass:
     """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute.
 
-    The rows form `prefixes` groups. Rows of one group share their first `shared` cached tokens.
+    The sequences form `prefixes` groups. Sequences of one group share their first `shared` cached tokens.
     """
 
     rows: int
@@ -141,7 +141,7 @@ class Roofline:
 
 def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
     """Return the number of K and V tokens that a layer reads in a pass, and the number of its query-key pairs. A
-    token that several rows read counts once."""
+    token that several sequences read counts once."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
     first, end = span.first_visible(step.cached), step.cached + step.new

@@ -1,12 +1,12 @@
 """`kvloom bench routing`: sessions of agents over several real workers on loopback, for each router.
 
-The load is that of `agent_sessions`. In each round, all routers get the same sessions, one router after the other. The
-order of the routers changes with the round. The workers are the same. Every run has its own first words, so that it
-does not hit pages of another run, and each router process is new.
+The load is that of `agent_sessions`. In each round, all routers get the same sessions, one router after the other.
+The order of the routers changes with the round. The workers are the same. The prompts of each run begin with
+different words, so that no run hits pages of another run. Each router process is new.
 
-The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it includes the pages
-that a decode worker pulled from them. It is compared with two other hit rates, for the prompts in the order in which they
-were sent: that of an unlimited cache, and that of a single LRU cache as large as all pools.
+The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it includes the
+pages that a decode worker pulled from them. It is compared with the hit rates of two other caches, which get the
+prompts in the order of sending: an unlimited cache, and a single LRU cache as large as all pools.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _role_flags(number: int, shared: list[int]) -> list[str]:
 
 
 async def _hand_overs(session: Any, url: str, router: str) -> int:
-    """Return how many prompts a router gave to prefill workers. For routers other than kvloom's, it is 0."""
+    """Return how many prompts a router handed to prefill workers. For routers other than kvloom's, the number is 0."""
     if router == "smg":
         return 0
     async with session.get(f"{url}/metrics") as answer:

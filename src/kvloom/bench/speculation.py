@@ -116,8 +116,8 @@ def generate(
 ) -> tuple[float, list[Any]]:
     """Run prompts one after the other, or together. Return the decoded tokens per second and the requests.
 
-    The time of prompts does not count. Requests that run together are measured until the first one finishes, so that
-    every measured step has all streams."""
+    The time of prompts does not count. Requests that run together are measured until the first request finishes, so
+    that every measured step has all streams."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
@@ -182,6 +182,7 @@ class Oracle:
     """Proposes the tokens of known outputs. Each token is correct with the probability `chance`."""
 
     name = "oracle"
+    is_lookup = False
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], chance: float) -> None:
         self._outputs, self._chance, self._rng = outputs, chance, random.Random(1)
@@ -271,7 +272,7 @@ def measure_shape(args: Any) -> list[Row]:
 
 
 def show(row: Row, as_json: bool) -> None:
-    """Print a row."""
+    """Print one line of the report."""
     if as_json:
         print(json.dumps(asdict(row)), flush=True)
         return
@@ -337,7 +338,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Print one row per case, or JSON lines."""
+    """Print one line per case, or JSON lines."""
     args = _parser().parse_args(argv)
     if args.shape:
         measure_shape(args)

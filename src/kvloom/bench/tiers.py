@@ -123,7 +123,8 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """Return one row per operation and per backend of LMCache. Every round verifies the bytes that each side has read."""
+    """Return one `Row` per operation and per backend of LMCache. Every round verifies the bytes that each side has
+    read."""
     beside = work.lmcache if lmcache is not None else ()
     return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
 

@@ -43,9 +43,9 @@ class Conversation:
 class Workload:
     """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens.
 
-    A first prompt is one of `prefixes` shared prefixes of `prefix` tokens, used in turn, and then `prompt` tokens of
-    its own. A later turn adds `more` tokens. If `warm`, an earlier workload of the same round has computed the same
-    prefixes. A workload with `on_request` runs only if it is selected by name.
+    A first prompt has one of `prefixes` shared prefixes of `prefix` tokens, used in turn, and then `prompt` tokens
+    that no other prompt has. A later turn adds `more` tokens. If `warm`, an earlier workload of the same round has
+    computed the same prefixes. A workload with `on_request` runs only if it is selected by name.
     """
 
     name: str

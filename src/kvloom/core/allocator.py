@@ -1,8 +1,8 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. One
-policy orders all entries. A window page that no checkpoint needs is evicted before any entry. The allocator only
-chooses what is evicted. The tree or the media cache then drops the pages.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
+(the pages of one image). One policy orders all entries. A window page that no checkpoint needs is evicted before
+any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops its pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Allocator"]
 AHEAD = 32
 """`evict_ahead` stops when 1 / AHEAD of the pool is free."""
 PIECES = 32
-"""One call of `evict_ahead` frees about 1 / PIECES of this part of the pool."""
+"""One call of `evict_ahead` frees about 1 / (AHEAD * PIECES) of the pool."""
 
 
 class Allocator:
@@ -75,12 +75,12 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
-        missing pages, or 0 on success.
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
+        of missing pages, or 0 on success.
 
-        The allocator first checks whether eviction can succeed. If pages are missing, usually nothing was evicted.
-        The check counts shares of tenants in bytes. If a slab has several pages, the share of another tenant may
-        therefore stop the eviction after some pages were evicted.
+        The allocator first checks whether eviction can succeed. If it cannot, usually nothing is evicted. The check
+        counts shares of tenants in bytes. If a slab has several pages, the share of another tenant may therefore
+        stop the eviction after some pages were evicted.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -131,7 +131,7 @@ class Allocator:
                 break
             if (
                 victim.used <= victim.in_use
-            ):  # all its pages are in use or in transfer, so its eviction would free none
+            ):  # all pages of the entry are in use or in transfer, so its eviction would free none
                 break
             few = min(slabs, -(-left // self._slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):
@@ -213,7 +213,7 @@ class Allocator:
         return self._free_bytes() + account.used - account.in_use + evictable
 
     def _free_bytes(self) -> int:
-        """Return the bytes of free slabs and of free pages in partly used slabs."""
+        """Return the number of bytes in free slabs, and in free pages of partly used slabs."""
         pages = [c.free_pages for c in self._pool.classes]
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
@@ -225,8 +225,8 @@ class Allocator:
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Convert `size` bytes to a number of pages, rounded up and at least 1. The size of a page is that of the
-        size class with the most pages in `needs`."""
+        """Convert `size` bytes to a number of pages, rounded up and at least 1. Uses the page size of the size
+        class with the most pages in `needs`."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
@@ -239,7 +239,7 @@ class Allocator:
         size = self._tree.pages.row_bytes
         rows = (
             -(-slabs * self._slab_bytes // size) if size else 1
-        )  # number of blocks whose pages fill these slabs
+        )  # number of blocks whose pages fill `slabs` slabs
         entry: Entry | None
         if queue.unneeded:
             entry, window = queue.unneeded.popleft()
@@ -271,7 +271,7 @@ class Allocator:
 
     @property
     def evictions(self) -> int:
-        """Count of evicted entries."""
+        """Number of evicted entries."""
         return sum(self.evicted.values())
 
     def _evict_tail(self, node: Node, rows: int, now: float, reason: str) -> None:

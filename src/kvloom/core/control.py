@@ -54,7 +54,7 @@ class CheckpointPolicy:
     | `prompt_end`   | at the end of the prompt                                                                |
     | `before_last`  | one token before the end of the prompt instead, if the prompt is longer than a block    |
     | `turn_end`     | when the sequence closes                                                                |
-    | `branch`       | where the prompt leaves tokens that are in the tree                                     |
+    | `branch`       | at the first token of the prompt that differs from the tokens in the tree               |
     | `every_blocks` | after every `every_blocks` blocks; 0 means never                                        |
 
     A hit never contains the last token of a prompt. An identical prompt can therefore resume at a `before_last`

@@ -102,19 +102,19 @@ class KVCache:
         self.block_tables = state.block_tables
         """Page ids and lengths of all sequences, as arrays. Read-only outside `kvloom.core`."""
         self.page_tables = state.block_tables.tables
-        """Page ids, indexed [column, row, block]. A column is one of the pages that a block owns. A row is an open
-        sequence."""
+        """Page ids, indexed [column, row, block]. A column is one of the pages that a block owns. A row number
+        stands for an open sequence."""
         self.state_pages = state.block_tables.states
-        """Page ids of the live states, indexed [column, row]."""
+        """Page ids of the live states, indexed [column, row]. A row number stands for an open sequence."""
         self.lengths = state.block_tables.length
-        """Number of computed tokens of each row (open sequence)."""
+        """Number of computed tokens of each open sequence, by row number."""
         self.reserved_blocks = state.block_tables.blocks
-        """Number of reserved blocks of each row."""
+        """Number of reserved blocks of each open sequence, by row number."""
         self.has_states = state.has_states
         self.needs_checkpoints = state.tree.needs_checkpoints
         """Whether the model has windows or states, so that prompts can resume only at checkpoints."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
-        """Whether tokens after an image still read its media run (cross attention)."""
+        """Whether tokens after an image still read the pages of the image (cross attention)."""
         self.block_bytes = state.pages.row_bytes
         """Bytes of one block: one page of each token group."""
         self.class_of = state.pool.class_of
@@ -187,9 +187,9 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
-        has changed. Raises RuntimeError if as many sequences are open as the cache allows (`max_sequences`).
-        Allocates no pages, so call `extend` next.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
+        cache has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so
+        call `extend` next.
         """
         state = self.state
         match = state.lookup.refreshed(match)
@@ -199,14 +199,15 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
-        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing pages,
-        or 0 on success. If pages are missing, none was reserved."""
+        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing
+        pages, or 0 on success. If pages are missing, nothing is reserved."""
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
-        """Reserve pages for `n` more tokens of every row (open sequence). `n` is one number, or an array with one
-        number for each row. Returns the number of missing pages, or 0 on success. If pages are missing, no row was
-        extended. The cost grows with the number of rows that need a new block."""
+        """Reserve pages for `n` more tokens of many open sequences, given by their row numbers. `n` is one number,
+        or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
+        pages are missing, no sequence is extended. The cost grows with the number of sequences that need a new
+        block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
@@ -226,8 +227,8 @@ class KVCache:
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each of many rows (open sequences). Each row may be listed only once. The cost grows
-        with the number of rows that fill a block."""
+        """Commit one token for each open sequence in `rows`, which contains row numbers. Each sequence may be
+        listed only once. The cost grows with the number of sequences that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
@@ -260,8 +261,8 @@ class KVCache:
         """Return the page ids of the next blocks that can become cold (move to host memory), at most `most` blocks.
         The result is indexed [blocks, columns]. Columns of windowed groups contain 0.
 
-        These blocks are the oldest blocks that the sequence still has in the pool, and they are full and computed. Run
-        the pending copies before you read the pages.
+        These blocks are the oldest blocks of the sequence that are still in the pool. They are full and computed.
+        Run the pending copies before you read the pages.
         """
         return coldable_pages(self.state, seq, most)
 
@@ -335,8 +336,8 @@ class KVCache:
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
         """Protect the cached prefix of a waiting request until `unprotect`. Among entries of equal rank, protected
-        entries are evicted last. `turn` is the position of the request in the waiting queue. Among protected prefixes,
-        the one of the request that will run last is evicted first."""
+        entries are evicted last. `turn` is the position of the request in the waiting queue. Among protected
+        prefixes, the prefix of the request that will run last is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -351,16 +352,17 @@ class KVCache:
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. A row is an open sequence. The result is a
-        view that always shows the current page ids."""
+        """Return the block tables of one token group: [runs, rows, blocks]. A run is one of the pages that a block
+        owns in the group. A row number stands for an open sequence. The result is a view that always shows the
+        current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return, for each row (open sequence), the first block whose page ids changed since the last call. If no
-        block changed, return the row's number of reserved blocks."""
+        """Return the first block of each open sequence whose page ids changed since the last call. If no block
+        changed, return the number of reserved blocks of the sequence. `rows` are the row numbers of the sequences."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
@@ -392,8 +394,8 @@ class KVCache:
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return `n` slabs without memory. The caller allocates memory for them, then calls `grow`. Does not modify
-        the cache. O(reserved).
+        """Return the numbers of `n` slabs without memory. The caller allocates memory for them, then calls `grow`.
+        Does not modify the cache. O(reserved).
         """
         return self.state.pool.unbacked_slabs(n)
 

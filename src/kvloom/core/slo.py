@@ -1,7 +1,7 @@
-"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether it may
-start.
+"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether it
+may start.
 
-    steps ──observe──▶ StepTimes      seconds of a step, from its prompt tokens, decode rows and context
+    steps ──observe──▶ StepTimes      seconds of a step, from its prompt tokens, decoding requests and context
     queue ──Backlog──▶ predict        TTFT and TBT at the moment at which the request's prefill would end
     Objective        ──▶ decide       admit, defer (it has a deadline that allows waiting) or refuse
 
@@ -73,7 +73,7 @@ class Objective:
         return any(getattr(self, name) is not None for name in self.__slots__)
 
     def over(self, default: Objective) -> Objective:
-        """Return this objective, with each missing value (None) replaced by the value of `default`."""
+        """Return this objective, with each value that is None replaced by the value of `default`."""
         mine = (getattr(self, name) for name in self.__slots__)
         return Objective(
             *(
@@ -150,8 +150,8 @@ class StepTimes:
         return a + b * size.prompt_tokens + c * size.rows + d * size.context + e * size.pairs
 
     def doubt(self) -> None:
-        """Lower the estimate slightly. Call this after a refusal on an idle worker. Refused work is never measured,
-        so a wrong estimate would otherwise never be corrected."""
+        """Lower the estimate slightly. Call this method after a refusal on an idle worker. Refused work is never
+        measured, so a wrong estimate would otherwise never be corrected."""
         self._targets *= DOUBT
         self._solution = [DOUBT * one for one in self._solution]
 
@@ -186,7 +186,7 @@ class PromptWork:
 
     @property
     def pairs(self) -> float:
-        """Number of pairs of tokens that attention computes."""
+        """Number of query-key pairs that attention computes for the prompt."""
         return self.tokens * (self.context - self.tokens / 2)
 
 
@@ -282,8 +282,10 @@ class SloAdmission:
     def __init__(self, times: StepTimes | None = None) -> None:
         self.times = times or StepTimes()
         self._horizon = FIRST_HORIZON
-        self._margins = [1.0, 1.0]  # of TTFT and TBT
-        self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
+        self._margins = [1.0, 1.0]  # the margins of TTFT and TBT
+        self._rows = self._delay = (
+            0.0  # recent number of decoding requests, and the seconds that prompts in their steps took
+        )
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
         """Histograms of actual time divided by predicted time, for admitted requests."""
         self.counts = dict.fromkeys(Verdict, 0)
@@ -298,7 +300,7 @@ class SloAdmission:
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
-        """Let the average delay by prompts decay, because the worker had no work for `seconds`."""
+        """Lower the average delay by prompts, because the worker had no work for `seconds`."""
         self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property
@@ -319,7 +321,7 @@ class SloAdmission:
         time, steps, tokens = backlog.step_seconds, 0.0, 0
         rows: list[tuple[float, float]] = [
             (one.left, one.context) for one in backlog.decoding
-        ]  # step of the end; context at step 0
+        ]  # the step in which each request ends, and its context at step 0
         heapq.heapify(rows)
         context = float(sum(one.context for one in backlog.decoding))
 
@@ -459,7 +461,7 @@ class SloAdmission:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)
         for place, (left, _) in enumerate(prediction.rows):
-            # The part of a step that grows with its rows falls in proportion.
+            # The part of a step's time that grows with its decoding requests falls in proportion.
             part = 1.0 - (place + 1) / len(prediction.rows)
             if prediction.idle_tbt * (1.0 + (slower - 1.0) * part) <= tbt:
                 return max(0.0, left) * prediction.tbt

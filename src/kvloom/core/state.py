@@ -174,7 +174,8 @@ class CacheState:
 
     @staticmethod
     def release(account: Account, columns: BlockPages, rows: Ids) -> None:
-        """Remove one reference from every page in `rows`, and update `account`, to which the pages are charged."""
+        """Remove one reference from every page in `rows`, and update `account`, to which the pages are charged.
+        `rows` has the page ids of each block."""
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
@@ -186,6 +187,7 @@ class CacheState:
     # -- rows of the block tables ---------------------------------------------------------------
 
     def set_window_edges(self, row: int, position: int) -> None:
-        """Record the first block inside each window of a row, for a query at `position`."""
+        """Record the first block inside each window, for the sequence with row number `row` and a query at
+        `position`."""
         for window, visibility in enumerate(self.tree.windows):
             self.block_tables.first[window, row] = visibility.first_visible(position) // self.block_tokens

@@ -95,11 +95,11 @@ class EngineConfig:
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Makes the results of a request bit-identical in any batch, also on a GPU."""
+    """Whether the results of a request are bit-identical in any batch, also on a GPU."""
     ahead: bool | None = None
-    """Launch a step before the tokens of the previous step have arrived. None means only on a GPU."""
+    """Whether a step is launched before the tokens of the previous step have arrived. None means only on a GPU."""
     cuda_graphs: bool = True
-    """Replay steps from CUDA graphs, on a GPU."""
+    """Whether steps are replayed from CUDA graphs, on a GPU."""
     speculate: str = "off"
     """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
     checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp"). With "tree=NODES" ("mtp,tree=16"), a head
@@ -112,7 +112,7 @@ class EngineConfig:
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
-    """Tenants with a quota or a weight of their own."""
+    """Tenants with a separate quota or weight."""
     tiers: Sequence[str | OpenTier] = ()
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -139,11 +139,11 @@ class EngineConfig:
     kv_events_encoding: Literal["map", "array"] = "map"
     """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
     kv_events_tier_tokens: bool = False
-    """Send parents and token ids also with events of tiers, for Dynamo. Costs about 300 bytes per block."""
+    """Whether events of tiers also contain parents and token ids, for Dynamo. Costs about 300 bytes per block."""
 
     @property
     def objective(self) -> Objective:
-        """The default objective, for requests without an objective of their own."""
+        """The default objective, for requests that set no objective."""
         return Objective(self.slo_ttft, self.slo_tbt)
 
     @property
@@ -153,7 +153,7 @@ class EngineConfig:
 
     @property
     def head(self) -> str:
-        """The proposer with a head: "mtp" or "eagle=FOLDER". Empty if there is none."""
+        """The proposer that uses a draft head: "mtp" or "eagle=FOLDER". Empty if there is none."""
         return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
 
     @property

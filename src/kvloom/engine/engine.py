@@ -235,10 +235,13 @@ class Engine:
         assert config.max_running is not None
         sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
         sampled = self.runner.chosen
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         if config.head:
             if self.runner.decoder is None:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
-            head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
+            head = self._draft_runner = HeadRunner(
+                draft, self.cache, self.buffer, *sizes, config.cuda_graphs, self.runner, draft_length
+            )
             name = config.head.partition("=")[0]
             depth = longest_draft([name], config.draft_tokens) if config.tree_nodes else 0
             return HeadProposer(name, head, *beside, sampled, complete, depth)
@@ -250,7 +253,7 @@ class Engine:
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
-            draft_length=longest_draft(config.proposers, config.draft_tokens),
+            draft_length=draft_length,
         )
         return DraftModelProposer(runner, *beside, sampled, complete)
 
@@ -351,8 +354,8 @@ class Engine:
         the cache and encodes nothing. Raises ValueError if prompt and images do not match.
 
         An image is not needed if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
-        The images of a request that may not read or store, and those of a prompt that another worker computes, are
-        not requested. If the token count of an image is not known yet, all images are needed.
+        No image is requested if the request may not read or store embeddings, or if another worker computes its
+        prompt. If the token count of an image is not known yet, all images are needed.
         """
         if self.vision is None or not (control.read and control.store):
             return []

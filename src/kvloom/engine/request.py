@@ -25,7 +25,7 @@ from kvloom.core import (
 from kvloom.models.paged import ImageInputs
 
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
-from .speculation import TokenIndex
+from .speculation import Estimate, TokenIndex
 
 __all__ = ["Request", "SloState", "token_ids"]
 
@@ -122,7 +122,7 @@ class Request:
     | `looked_up`, `started`            | times of its match and of its first work, on the cache's clock            |
     | `draft_tokens`, `accepted_tokens` | number of proposed and of accepted draft tokens                           |
     | `token_index`                     | index of its tokens, for proposers without weights                        |
-    | `acceptance`                      | estimated acceptance of draft tokens, by proposer                         |
+    | `estimates`                       | what to expect of drafts, by proposer                                     |
     | `draft_missing`                   | first token that the draft model has not computed                         |
     | `offers_pages`                    | true: its pages are offloaded after each chunk, for another worker        |
     | `awaits_peer`                     | host:port of the worker that computes its prompt                          |
@@ -179,7 +179,7 @@ class Request:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     draft_missing: int | None = None
-    acceptance: dict[str, float] = field(default_factory=dict)
+    estimates: dict[str, Estimate] = field(default_factory=dict)
     token_index: TokenIndex | None = None
     offers_pages: bool = False
     awaits_peer: str | None = None
@@ -287,7 +287,7 @@ class Request:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens, including in-flight ones."""
+        """Number of sampled tokens, including in-flight tokens."""
         return len(self.tokens) + self.inflight_tokens - len(self.prompt)
 
     @property
@@ -302,7 +302,7 @@ class Request:
 
     @property
     def parked(self) -> bool:
-        """Whether the request is a beam that waits for the other beams of its depth."""
+        """Whether the request is a beam that waits until the other beams have the same length."""
         return self.beams is not None and self.pending == 0
 
     @property

@@ -1,6 +1,6 @@
 """KV events in vLLM's ZMQ format. A worker publishes them, and a router receives them.
 
-    settings.py      addresses
+    settings.py      addresses and format of the events
     messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
     tier_blocks.py   the blocks of host memory and of disk tiers

@@ -1,4 +1,4 @@
-"""Remembers parents and tokens of published blocks, so that events of tiers can contain them."""
+"""Stores the parents and tokens of published blocks, so that events of tiers can contain them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Block:
 class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
-    A block is remembered while a medium has its pages of layer group `group`. The last MOST_REMOVED blocks that no
-    medium has any more are remembered, too: a page that is being offloaded has left the pool, and its tier reports it
-    only after the transfer. Takes about 300 bytes per block.
+    A block is stored here while a medium has its pages of layer group `group`. The last MOST_REMOVED blocks that no
+    medium has any more are also stored here. A page that is being offloaded has already left the pool, and its tier
+    reports it only after the transfer. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:
@@ -38,9 +38,9 @@ class BlockTokens:
         return len(self._blocks)
 
     def stored(self, event: BlockStored, is_first: bool) -> list[tuple[BlockStored, bool]]:
-        """Return the events to send instead of `event`, each with the information whether it starts a prompt. The
-        event of a tier is split into chains of blocks, which get their parents and tokens. Blocks whose tokens are
-        not known, such as those of a disk tier after a restart, stay without tokens."""
+        """Return the events to send instead of `event`. Each comes with a flag that states whether its first block
+        starts a prompt. The event of a tier is split into chains of blocks, which get their parents and tokens.
+        Blocks whose tokens are unknown, such as blocks of a disk tier after a restart, stay without tokens."""
         if self._group not in event.groups or event.tail_tokens:
             return [(event, is_first)]
         if event.tokens:
@@ -74,7 +74,8 @@ class BlockTokens:
             parent = block_hash
 
     def removed(self, event: BlockRemoved) -> None:
-        """Record that a medium no longer has some blocks. Forgets the oldest blocks that no medium has."""
+        """Record that a medium no longer has some blocks. If too many blocks are in no medium, drops the oldest of
+        them."""
         if self._group not in event.groups:
             return
         bit = self._bits.get(event.medium, 0)

@@ -91,7 +91,7 @@ class WirePublisher:
         self._mirror: HashIndex[bytes] = HashIndex(list(self._groups.values()))
         self._tiers: list[TierBlocks] = []
         self._tokens = BlockTokens(self._order[0]) if settings.tier_tokens and self._order else None
-        self._pending: list[tuple[Event, bool]] = []  # with: its parent is a root
+        self._pending: list[tuple[Event, bool]] = []  # each event, and whether its parent is a root
         self._lock = threading.Lock()  # guards the mirror, the sequence and the queue
         self._queue: deque[tuple[int, float, list[tuple[Event, bool]]]] = deque()
         self._sequence = 0
@@ -117,7 +117,7 @@ class WirePublisher:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Stored):
             if event.tail_tokens and not self._has_states:
-                return  # nothing resumes at a partial tail alone
+                return  # without a snapshot, no prompt can resume at a partial block
             self._pending.append((event, event.parent in self._roots))
         else:
             self._pending.append((event, False))
@@ -208,7 +208,7 @@ class WirePublisher:
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
         """Return a snapshot: messages from which a subscriber rebuilds the index of this worker. Each message is a
-        sequence number and a payload. The number is that of the last batch that the snapshot contains.
+        sequence number and a payload. The sequence number belongs to the last batch that the snapshot contains.
 
         Holds the lock for about 0.1 µs per block.
         """

@@ -10,7 +10,7 @@ from kvloom.core import BlockRemoved, BlockStored, Event, unit_hashes
 __all__ = ["TierBlocks"]
 
 Changes = Iterable[tuple[bool, bytes, int, bytes]]
-"""Changes of pages: whether stored, block hash, layer group, fingerprint of the form."""
+"""Changes of pages, each as (whether stored, block hash, layer group, fingerprint of the form)."""
 
 
 class TierBlocks:
@@ -35,7 +35,9 @@ class TierBlocks:
         }
         self._whole = {group: (1 << len(bits)) - 1 for group, bits in self._bits.items()}
         self._stored: dict[int, dict[bytes, int]] = {group: {} for group in self._bits}
-        self._units: dict[tuple[int, bytes], tuple[bytes, ...]] = {}  # of complete blocks with several units
+        self._units: dict[
+            tuple[int, bytes], tuple[bytes, ...]
+        ] = {}  # units of complete blocks with several units
         self._counts: dict[int, Counter[bytes]] = {group: Counter() for group in self._bits}
         """Number of complete blocks that contain each unit. A unit may be part of two blocks: a partial block, and the
         full block that starts with the same tokens."""

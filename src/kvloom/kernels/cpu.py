@@ -1,19 +1,19 @@
 """Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
 (`_cpu.c`).
 
-A small model spends most of a step in the overhead of torch calls. Each function here replaces five to ten torch
-calls, and attention reads pages in place. Only float32 is supported (see `supports`). Other tensors run in torch, with
-results equal up to rounding.
+In a small model, the overhead of torch calls takes most of a step. Each function here replaces five to ten torch
+calls, and attention reads pages in place. Only float32 is supported (see `supports`). Other tensors run in torch,
+with results equal up to rounding.
 
-| function         | takes                                                   | returns                                  |
-|------------------|---------------------------------------------------------|------------------------------------------|
-| `rms_norm`       | x [..., dim]                                            | the same shape, dense                    |
-| `act_and_mul`    | x [..., 2 * dim]                                        | [..., dim]                               |
-| `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
-| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
-| `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
-| `attention_step` | q, k and v of one token per row, joined                 | [rows, heads, dim of v], after `rotate_`, `write_tokens` and `decode` in one call |
-| `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
+| function         | takes                                                      | returns                                                                             |
+|------------------|------------------------------------------------------------|-------------------------------------------------------------------------------------|
+| `rms_norm`       | x [..., dim]                                               | the same shape, dense                                                               |
+| `act_and_mul`    | x [..., 2 * dim]                                           | [..., dim]                                                                          |
+| `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]             | x, rotated in place                                                                 |
+| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages                                                 |
+| `decode`         | q [queries, heads, dim], pages, tables, visible tokens     | [queries, heads, dim of v]                                                          |
+| `attention_step` | q, k and v of each new token in one tensor row             | [tokens, heads, dim of v], after `rotate_`, `write_tokens` and `decode` in one call |
+| `multiply`       | x [rows, dim], weight [columns, dim]                       | [rows, columns], or added to a tensor                                               |
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
-"""Attention uses several threads if each thread has at least this many multiplications. These take about a
-millisecond."""
+"""Attention uses several threads if each thread has at least this many multiplications. One thread computes this
+many in about a millisecond."""
 MIN_ROWS, MAX_ROWS = 2, 32
-"""Smallest and largest number of rows for which `multiply` is used. In this range it is up to three times as fast as
-BLAS, because BLAS copies the weight first."""
+"""Smallest and largest number of tensor rows of x for which `multiply` is used. In this range it is up to three
+times as fast as BLAS, because BLAS copies the weight first."""
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -96,8 +96,8 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [..., dim] times a weight [columns, dim]. If a dense `into` is given, add the product to `into` in
-    place."""
+    """Return x [..., dim] times the transposed weight [columns, dim]. If a dense `into` is given, add the product
+    to `into` in place."""
     columns, dim = weight.shape
     rows = x.numel() // dim
     out = x.new_empty((*x.shape[:-1], columns)) if into is None else into
@@ -112,8 +112,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = 
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the ids as a contiguous tensor of `dtype`. Checks their shape, because native code would use a wrong
-    id as an address."""
+    """Return the ids as a contiguous tensor of `dtype`. Checks the shape, because native code would read wrong
+    memory from a tensor that is too short."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()
@@ -128,7 +128,8 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
-    """Write the tokens `new` to their pages: `pages[page, place] = new`. `page` and `place` are int64."""
+    """Write the tokens `new` to their pages: `pages[page, place] = new`. `page` and `place` (the offset in the
+    page) are int64, one value per token."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(
@@ -138,8 +139,8 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """The tokens that the query of each row sees: from `firsts` up to, but without, `lengths`. Each row sees at least
-    one token. Built once per step."""
+    """The tokens that each query sees: from `firsts` up to, but without, `lengths`. Each query sees at least one
+    token. Built once per step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -149,9 +150,9 @@ class VisibleTokens:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Divide the heads of all rows between threads, with equal work for each. Returns the bounds of the parts.
-        Head h of row r has the number r * heads + h. `products` is the number of multiplications per token and
-        head."""
+        """Divide the heads of all queries between threads, with equal work for each thread. Returns the bounds of
+        the parts as head numbers. Head h of query r has the number r * heads + h. `products` is the number of
+        multiplications per token and head."""
         units = len(self.counts) * heads
         count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
@@ -164,7 +165,8 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Attend one query per row to its visible tokens. `tables` (int32) must have a page for each visible block."""
+    """Return attention of each query over its visible tokens. `tables` (int32) has one line of page ids per query,
+    with a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
@@ -203,10 +205,11 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step with one new token per row: the page ids of each row ([rows, blocks], int32) and its visible tokens.
+    """The tokens of a step, one per row of the tensors. Each token has the page ids of its sequence ([rows,
+    blocks], int32) and its visible tokens.
 
-    `ordered` states that several rows may belong to one sequence. A row then sees the tokens of earlier rows, so all
-    rows run in order, in one thread.
+    `ordered` states that several tokens may belong to one sequence. A token then sees earlier tokens of the step,
+    so all tokens run in order, in one thread.
     """
 
     def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
@@ -225,10 +228,11 @@ def attention_step(
     pages: LayerPages,
     rows: SingleTokenRows,
 ) -> torch.Tensor:
-    """Rotate q and k, write k and v to pages, and attend q, all in one native call. Returns the outputs [rows, heads,
-    dim of v].
+    """Rotate q and k, write k and v to pages, and compute attention of q, all in one native call. Returns the
+    outputs [rows, heads, dim of v].
 
-    `joined` [rows, (heads + 2 * KV heads) * dim] must be dense. It contains q, k and v of each row, and is modified.
+    `joined` [rows, (heads + 2 * KV heads) * dim] must be dense. Each row contains q, k and v of one token. The call
+    modifies `joined`.
     """
     count, dim = len(joined), pages.dim
     if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
@@ -248,7 +252,8 @@ def attention_step(
 
 
 def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:
-    """Run every part: the first in this thread, the others in worker threads."""
+    """Call `part` for every range between two neighbouring `bounds`. The first range runs in this thread, the
+    others in worker threads."""
     later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
     part(bounds[0], bounds[1])
     for each in later:

@@ -23,8 +23,8 @@ def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch can start before the previous launch ends. This feature is programmatic dependent launch,
-    from sm_90 on."""
+    """Return whether a launch can start before the previous launch ends. CUDA calls this programmatic dependent
+    launch, and it needs sm_90 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

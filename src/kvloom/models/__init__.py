@@ -1,15 +1,16 @@
-"""Model architectures: the data that their layers store, Hugging Face code on pages, and the loading of checkpoints.
+"""Model architectures: the data that their layers store, Hugging Face code on pages, and the loading of
+checkpoints.
 
-| folder    | content                                                                                     |
-|-----------|---------------------------------------------------------------------------------------------|
-| specs/    | config.json to layer specs: reading, the table of families, known models. No torch            |
+| folder    | content                                                                                              |
+|-----------|------------------------------------------------------------------------------------------------------|
+| specs/    | config.json to layer specs: reading, the table of families, known models. No torch                   |
 | paged/    | the places where Hugging Face code calls kvloom: attention, recurrent mixers, cross attention, pages |
-| vision/   | images in prompts: encoder, embeddings in pages, cross attention                              |
-| fusion/   | fewer, larger operations that replace those of modules                                        |
-| loading/  | checkpoints and random weights, the check that a model can run, its fingerprint               |
-| heads/    | small modules that draft tokens from a target's hidden states                                 |
-| configs/  | config.json of models known by name                                                           |
-| embedded/ | small models that are installed with their weights                                            |
+| vision/   | images in prompts: encoder, embeddings in pages, cross attention                                     |
+| fusion/   | replaces operations of modules by fewer, larger operations                                           |
+| loading/  | checkpoints and random weights, the check that a model can run, its fingerprint                      |
+| heads/    | small modules that draft tokens from a target's hidden states                                        |
+| configs/  | config.json of models known by name                                                                  |
+| embedded/ | small models that are installed with their weights                                                   |
 
 Imports point one way: specs, paged, vision or fusion, loading, heads. A new architecture is one row of
 `specs/families_table.py`.

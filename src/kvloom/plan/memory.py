@@ -161,7 +161,7 @@ def _stream_length(spec: ModelSpec, load: Load) -> int:
 
 
 def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
-    """Return the number of bytes of one request that the last query can read in the layers of a group."""
+    """Return the number of bytes of one request that its last query can read in the layers of a group."""
     if group.spec.unit == "state":
         return group.unit_bytes
     if group.spec.axis == "media":

@@ -20,8 +20,8 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def ideal_hits(traffic: Traffic) -> list[int]:
-    """Return the hits of an unlimited cache: for each prompt, how many of its leading blocks an earlier request had.
-    O(blocks).
+    """Return the hits of an unlimited cache: for each prompt, the number of blocks from its start that an earlier
+    request had. O(blocks).
     """
     seen = np.zeros(traffic.distinct, np.bool_)
     hits = []
@@ -32,11 +32,11 @@ def ideal_hits(traffic: Traffic) -> list[int]:
 
 
 def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
-    """Return, for each request, how many of its leading blocks are hits if MIN evicts from a cache of `capacity`
-    blocks. Also return the number of evicted blocks.
+    """Return, for each request, the number of blocks from its start that are hits if MIN evicts from a cache of
+    `capacity` blocks. Also return the number of evicted blocks.
 
-    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the same
-    next use are evicted together, deepest first. The cost is O(log n) for each such group of blocks.
+    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the
+    same next use are evicted together, deepest first. The cost is O(log n) for each such group of blocks.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)
@@ -57,7 +57,7 @@ def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
         while size > capacity:
             use, first, owner, last = heapq.heappop(queue)
             if -use <= now:
-                continue  # its blocks were used again and belong to a newer run
+                continue  # the blocks of this entry were used again and belong to a newer entry
             gone = min(size - capacity, last + first)
             inside[rows[owner][last - gone : last]] = False
             size -= gone

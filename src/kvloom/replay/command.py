@@ -375,7 +375,7 @@ def _cost(args: Namespace, per_token: int, tiers: Sequence[Tier]) -> CostModel:
         devices=args.devices,
     )
     for tier in tiers:
-        model.read(tier.name, 0)  # raises if its rate is unknown
+        model.read(tier.name, 0)  # raises if the rate of the tier is unknown
     return model
 
 

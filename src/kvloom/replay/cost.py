@@ -101,7 +101,7 @@ def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
         for name, hits in zip(names, outcome.tier_hits, strict=True):
             loading += model.read(name, hits[i] * block)
             cached += hits[i] * block
-        # The last token is always computed, and the last block of a prompt may be a partial one.
+        # The last token is always computed, and the last block of a prompt may be partial.
         cached = min(cached, request.prompt_tokens - 1)
         first = loading + model.prefill(request.prompt_tokens - cached, cached)
         begin = max(request.at, heapq.heappop(free))

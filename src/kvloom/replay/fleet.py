@@ -2,15 +2,15 @@
 workers, and the engine's own SLO admission admits and refuses.
 
     arrival ──▶ route (FleetIndex, Scorer; or round robin) ──▶ worker: queue, steps of at most `token_budget` tokens
-                    ▲── block events, first tokens, ends ──────────┘   a real KVCache holds its blocks
+                    ▲── block events, first tokens, ends ──────────┘   a real KVCache contains its blocks
     with roles:  prefill worker ──chunks over its link──▶ decode worker
 
 A block of the trace is one block of the cache, as in `simulator`. Output tokens also use pages, but are never hit.
 
     seconds of a step = prefill(prompt tokens in it) + decode(share of the pool that its decoding requests occupy)
 
-The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be compared under one
-cost model.
+The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be compared under
+one cost model.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FleetOutcome:
     hand_overs: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
-    """Number of blocks in the events of all workers."""
+    """Number of removed blocks in the events of all workers."""
     index_blocks: int = 0
     """Number of blocks in the router's index at the end."""
     seconds: float = 0.0
@@ -215,7 +215,7 @@ class _Worker:
         self.link_free = 0.0
         """Time at which the link of a prefill worker has sent all chunks."""
         self.link_tokens = float("inf")
-        """Tokens per second of the link."""
+        """Speed of the link in tokens per second."""
         self.hand_overs: list[_Job] = []
         """Prompts that a prefill worker has computed. Their `pages_at` is set."""
         self._work: list[tuple[_Job, int]] = []
@@ -234,8 +234,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """The next time at which this worker has work: the end of the step in progress. If no step is in progress,
-        but the worker has requests, it is the worker's present time. None without requests.
+        """The next time at which this worker has work. This is the end of the step in progress. If no step is in
+        progress, but the worker has requests, it is the worker's present time. None without requests.
         """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
@@ -294,8 +294,8 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the length in the simulated cache of `tokens` tokens of the trace. A block has HASH_TOKENS tokens
-        there.
+        """Return the number of tokens in the simulated cache for `tokens` tokens of the trace. A block of the trace
+        has HASH_TOKENS tokens in the simulated cache.
         """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
@@ -357,7 +357,7 @@ class _Worker:
         step, which may still be in progress.
         """
         left = min(job.output_tokens - job.output for job in decoding)
-        left = min(left, self.block_tokens)  # then their sequences grow
+        left = min(left, self.block_tokens)  # after this many tokens the sequences need new blocks
         (a, b, c), n, total = self.model.decode_ms, len(decoding), self.total
         at, steps, first = self.time, 0, active
         while True:
@@ -371,7 +371,7 @@ class _Worker:
         if self.is_measured and steps > 1:
             middle = StepSize(rows=n, context=(first + active) / 2)
             self.slo.observe_step(middle, (at - self.time) / (steps - 1), steps - 1)
-        for job in decoding:  # all but the last step are over
+        for job in decoding:  # all steps but the last have ended
             job.output += steps - 1
             job.last = at
             if steps > 1:
@@ -396,7 +396,7 @@ class _Worker:
         match = self.cache.match(job.ids)
         job.sequence = self.cache.open(match)
         job.computed = match.resume // HASH_TOKENS * self.block_tokens
-        if job.pages_at is not None:  # all pages but those of the last token were pulled
+        if job.pages_at is not None:  # all pages were pulled, except the page of the last token
             job.computed = job.request.prompt_tokens - 1
         if job.cached is None:
             job.cached = job.computed
@@ -431,7 +431,7 @@ class _Worker:
                 self.router.grew(self.name, job, 1)
         for job, tokens in self._work:
             job.computed += tokens
-            if job.decoded_by is not None:  # chunks travel while the next is computed
+            if job.decoded_by is not None:  # a chunk is sent while the next chunk is computed
                 self.link_free = max(self.time, self.link_free) + tokens / self.link_tokens
             if job.computed >= job.request.prompt_tokens:
                 job.output += 1

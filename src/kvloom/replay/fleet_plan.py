@@ -144,7 +144,7 @@ def plan_fleet(
             scores = {p: max(excess_of(one, objective)) for p, one in tried.items()}
             best = min(scores, key=lambda p: (scores[p], abs(p - prefill)))
             if scores[best] > 0.9 * scores[prefill]:
-                best = prefill  # not worth a switch
+                best = prefill  # the gain is not worth a switch of roles
             found.append(
                 Window(start / speed, end / speed, len(part.requests), best, scores[best], scores[prefill])
             )

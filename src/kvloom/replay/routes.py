@@ -4,4 +4,5 @@ __all__ = ["ADMISSIONS", "ROUTES"]
 
 ROUTES = ("kv", "round-robin")
 ADMISSIONS = ("none", "slo", "queue")
-"""Which requests are refused: none, those that miss their objective, or those that find a full queue."""
+"""Which requests are refused. "none": no request. "slo": requests that would miss their objective. "queue":
+requests that find a full queue."""

@@ -63,8 +63,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Usage of a tier: blocks that prompts hit in this tier but in no faster tier, blocks written, and blocks stored at
-    the end."""
+    """Three numbers about a tier: blocks that prompts hit in this tier but in no faster tier, blocks written to it,
+    and blocks stored in it at the end."""
 
     name: str
     capacity_blocks: int
@@ -76,8 +76,8 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` is, for each request, how many of its leading blocks the device had. `tier_hits` is,
-    for each tier and request, how many more blocks this tier had. `evictions` counts blocks.
+    """Result of a replay. `hits` is, for each request, the number of blocks from its start that the device had.
+    `tier_hits` is, for each tier and request, how many more blocks this tier had. `evictions` counts blocks.
     """
 
     policy: str
@@ -116,9 +116,9 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, each session is ended after its last request. A block has 16 bytes here, and tenants' quotas count
-    these bytes. If a request is longer than a cache, only its beginning is stored. Takes about 4 seconds per
-    million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
+    With `ended`, each session is ended after its last request. In the simulated cache a block has 16 bytes, and
+    tenants' quotas count these bytes. If a request is longer than a cache, only its beginning is stored. Takes
+    about 4 seconds per million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
@@ -144,7 +144,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each tier and request, how many leading blocks this tier had beyond those of all faster tiers."""
+    """For each tier, return one number per request. It counts the leading blocks of the request that this tier had
+    and no faster tier had."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:
@@ -218,8 +219,8 @@ class _Cache:
         ending: str | None,
         step: float,
     ) -> None:
-        """Serve one request `step` seconds after the last one. `buffer` has the tokens of the request's `blocks`
-        blocks. The first `asked` of these blocks are looked up.
+        """Serve one request `step` seconds after the previous request. `buffer` has the tokens of the request's
+        `blocks` blocks. The first `asked` of these blocks are looked up.
         """
         self.clock.advance(step)
         cache, most = self.cache, self.blocks
@@ -232,7 +233,7 @@ class _Cache:
         seq = cache.open(match)
         resume = match.resume
         self.hits.append(resume // HASH_TOKENS)
-        if not seq.extend(end - resume):  # a quota may reject it
+        if not seq.extend(end - resume):  # the quota of the tenant may be too small
             seq.commit(buffer[resume:end])
             self.written += (end - resume) // HASH_TOKENS
         seq.finish_reason = ending

@@ -81,7 +81,7 @@ class Sizing:
 
 
 def sizes_to_try(traffic: Traffic, points: int = 8) -> list[int]:
-    """Return sizes from a hundredth of the distinct blocks to all of them. The ratio of neighbouring sizes is
+    """Return cache sizes from a hundredth of the distinct blocks to all of them. The ratio of neighbouring sizes is
     constant."""
     least, most = max(1, traffic.distinct // 100), max(1, traffic.distinct)
     steps = max(1, points - 1)

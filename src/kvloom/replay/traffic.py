@@ -118,11 +118,12 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
+    """Replace the block ids of each request (`rows`) by numbers from 0. Return the requests, and the number of
+    distinct numbers.
 
     Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for an
-    invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations number the
-    rows in O(n log n). Otherwise a slower Python loop does it.
+    invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations number
+    the blocks in O(n log n). Otherwise a slower Python loop numbers them.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

@@ -24,7 +24,7 @@ def open_image(data: bytes) -> Image.Image:
         return Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # damaged headers make decoders raise many kinds
+    except Exception as error:  # damaged headers make decoders raise many kinds of errors
         raise ValueError(f"not an image of the formats {', '.join(FORMATS)}") from error
 
 
@@ -38,5 +38,5 @@ def decode_image(data: bytes) -> Image.Image:
     image = open_image(data)
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # as above
+    except Exception as error:  # damaged images make decoders raise many kinds of errors
         raise ValueError(f"the image is damaged: {type(error).__name__}") from error

@@ -163,7 +163,7 @@ class ModelSet:
 
     async def _load_tokenizer(self, served: ServedModel, chat: ChatOptions, is_local: bool) -> None:
         options = self._options
-        if not is_local:  # the engine downloads it, or reports the error
+        if not is_local:  # the engine downloads the model, or reports the error
             await self._loaded[served].wait()
         async with self._tokenizers:
             found = await asyncio.to_thread(load_tokenizer, served.path, chat.template)

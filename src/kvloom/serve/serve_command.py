@@ -279,10 +279,10 @@ def _chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
-    """Return path, name and arguments of each model to serve. The models of the command line come first, then those of
-    the configuration file.
+    """Return path, name and arguments of each model to serve. The models of the command line come first, then those
+    of the configuration file.
 
-    Raises ValueError for a [models.NAME] table that sets no model and belongs to no model of the command line.
+    Raises ValueError for a table [models.NAME] that sets no model, if the command line has no model with this name.
     """
     from kvloom.models.specs import folder_of
 

@@ -45,7 +45,7 @@ SEND_BUFFER_BYTES = 1 << 17
 LOADING_SECONDS = 5.0
 """Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
-"""Seconds in which requests that were cut off can still receive their error responses."""
+"""Seconds in which requests that were ended early can still receive their error responses."""
 
 
 class _Server(uvicorn.Server):

@@ -80,7 +80,7 @@ class ServerOptions:
     these authorities.
     """
     quiet: bool = False
-    """Print no start-up message."""
+    """If set, no start-up message is printed."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Additional model names that requests may use: alias → name of the model."""
     memory: int | None = None
@@ -155,8 +155,8 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int, name: str) -> dict[str, Any]:
-    """Return the settings of the model with index `number` and this served name. Its event ports are higher by
-    `number`, so that each model has ports of its own. `{model}` and `{host}` in the topic are replaced. Raises
+    """Return the settings of the model with index `number` and this served name. `number` is added to the event
+    ports, so that each model has separate ports. `{model}` and `{host}` in the topic are replaced. Raises
     ValueError for other placeholders.
     """
     if settings.get("kv_events") is None:

@@ -7,13 +7,13 @@
     page_changes.py     the pages that a tier stored and removed, for block events
     shares.py           tenants' shares of a tier
     lossy_tier.py       a tier that re-encodes pages inside another tier
-    unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
-    value_tier.py       a tier that stores the values of pages, for servers with different KV dtypes
+    unit_tier.py        a tier that splits pages into units of HASH_TOKENS tokens, for servers with different block sizes
+    value_tier.py       a tier that stores pages as float32 values, for servers with different KV dtypes
     wrapped_tier.py     WrappedTier: the base class of LossyTier, UnitTier and ValueTier
     stored_page.py      the interface to list, verify and drop a tier's pages, for operators
     tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
-    aligned_memory.py   memory in whole blocks
+    aligned_memory.py   memory aligned to disk blocks
     host/ disk/ remote/ peer/    one folder per medium
     encoding/           codec, checksums, encryption, re-encoding, formats of other systems
     transfers/          the transfer manager: one queue per tier

@@ -14,12 +14,13 @@ BLOCK = 4096
 
 
 def aligned(size: int) -> int:
-    """Returns the size rounded up to whole blocks."""
+    """Returns the size rounded up to whole disk blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 def aligned_bytes(size: int) -> memoryview:
-    """Returns zeroed memory of at least `size` bytes, aligned to a block and rounded up to whole blocks."""
+    """Returns zeroed memory of at least `size` bytes. Its start and its size are multiples of the disk's block
+    size."""
     return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
 
 

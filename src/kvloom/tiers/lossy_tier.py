@@ -49,8 +49,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects under which the inner tier stores re-encoded pages. The exact and the lossy form of a
-        page map to the same object.
+        """Returns the batch of objects under which the inner tier stores the re-encoded pages. The exact and the
+        lossy form of a page have the same object in the inner tier.
         """
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
@@ -59,7 +59,8 @@ class LossyTier(WrappedTier):
         return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Looks up lossy pages. An object with an exact form is always a miss."""
+        """Returns for each object whether a read would probably find it. An object with an exact form is always a
+        miss."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
         return self.inner.lookup(self._encoded(objects))

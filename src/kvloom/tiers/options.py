@@ -67,7 +67,7 @@ class Options:
         return ttl
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Returns a size in bytes. Without `default` the option is required."""
+        """Returns a size in bytes. Raises ValueError if the option is absent and there is no `default`."""
         if default is None and name not in self._remaining:
             raise ValueError(f"{self.url}: {name} is missing; give ?{name}=64GiB")
         return int(self._parse(name, default, parse_size))

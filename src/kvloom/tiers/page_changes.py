@@ -36,7 +36,9 @@ class PageChanges:
     them."""
 
     def __init__(self) -> None:
-        self._changes: deque[tuple[bytes, bytes | None]] = deque()  # key, and block hash of a stored page
+        self._changes: deque[tuple[bytes, bytes | None]] = (
+            deque()
+        )  # key, and block hash of a stored page, or None for a removed page
 
     def stored(self, keys: Iterable[bytes], block_hashes: Sequence[bytes]) -> None:
         """Record stored pages. `block_hashes` has one block hash per key. A block hash may consist of several units

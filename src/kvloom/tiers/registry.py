@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 WritePolicy = Literal["through", "second-use", "back"]
-"""When a page is copied to a tier: when its sequence closes, at its second use, or when it is evicted."""
+"""When a page is copied to a tier. "through": when its sequence closes. "second-use": when a sequence that reused
+it closes. "back": when host memory is about to evict it."""
 WRITE_POLICIES: tuple[WritePolicy, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
 """A function that opens the tier of a parsed URL. Raises TierError if the tier cannot be opened."""
@@ -91,7 +92,8 @@ def known_schemes() -> list[str]:
 
 
 def scheme_of(url: str) -> str:
-    """Returns the scheme before the first colon. Raises ValueError if no tier has this scheme."""
+    """Returns the scheme of a URL, which is the text before the first colon. Raises ValueError if no tier has this
+    scheme."""
     scheme, colon, _ = url.partition(":")
     known = list(SCHEMES) if scheme in SCHEMES else known_schemes()
     if not colon or scheme not in known:

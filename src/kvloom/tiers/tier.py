@@ -48,9 +48,9 @@ class TierError(RuntimeError):
 class Form:
     """The byte layout of an object. Two servers can share pages only if their forms are equal in every field.
 
-    `run_bytes` is the size of one layer's data. Each run has a checksum, and a read requests whole runs. `shard` and
-    `layout` are free text, such as a parallel rank or the fingerprint of a page layout. `exact=False` marks re-encoded
-    (lossy) bytes.
+    `run_bytes` is the size of a layer run, which is the data of one layer. Each layer run has a checksum, and a
+    read requests whole layer runs. `shard` and `layout` are free text, such as a parallel rank or the fingerprint
+    of a page layout. `exact=False` marks re-encoded (lossy) bytes.
     """
 
     dtype: str
@@ -83,7 +83,7 @@ class Form:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Hash of all fields, as part of keys."""
+        """A hash of all fields. Keys of objects contain it."""
         parts = (self.dtype, self.order, self.shard, self.layout, "exact" if self.exact else "lossy")
         text = b"".join(len(p).to_bytes(8, "little") + p for p in (s.encode() for s in parts))
         sizes = self.page_bytes.to_bytes(8, "little") + self.run_bytes.to_bytes(8, "little")
@@ -221,10 +221,11 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every object to the same offsets in the object's range. Returns the transfer.
+        """Reads bytes [start, stop) of every object to the same offsets in the object's range. Returns the
+        transfer.
 
-        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves
-        reads in the order of the calls, so layers that are requested first arrive first.
+        `part` is (start, stop) and must begin and end at boundaries of layer runs. None means the whole page. A
+        tier serves reads in the order of the calls, so layers that are requested first arrive first.
         """
         ...
 
@@ -249,7 +250,7 @@ class Tier(Protocol):
 
 def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
     """Returns the byte range of `part`, or of the whole page if `part` is None. Raises ValueError if the range does
-    not begin and end at run boundaries.
+    not begin and end at boundaries of layer runs.
     """
     if part is None:
         return 0, form.page_bytes

@@ -28,15 +28,15 @@ class Outcome(IntEnum):
     PENDING = 0
     OK = 1
     MISSING = 2  # not stored
-    CORRUPT = 3  # the bytes differ from those written
-    SHORT = 4  # fewer bytes than written
+    CORRUPT = 3  # the bytes differ from the bytes that were written
+    SHORT = 4  # fewer bytes than were written
     VERSION = 5  # written by another version of the format
     LAYOUT = 6  # written in another form
     FULL = 7  # no space, and nothing can be evicted
     BUSY = 8  # too many bytes in flight
     FAILED = 9  # the medium reported an error, or the tier is closed; see `Transfer.reason`
     LATE = 10  # the caller stopped waiting
-    LOCKED = 11  # sealed with a key that this tier lacks, or modified since
+    LOCKED = 11  # sealed with a key that this tier lacks, or modified after the write
     UNTRUSTED = 12  # a plain page in a tier with keys
 
 
@@ -173,7 +173,7 @@ class Transfer:
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """Returns, for each object, whether its outcome is OK so far."""
+        """For each object, whether its outcome is OK so far."""
         return np.equal(self.results, Outcome.OK)
 
     @property

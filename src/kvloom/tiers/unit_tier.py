@@ -1,10 +1,10 @@
-"""A tier that stores pages in units of HASH_TOKENS tokens inside another tier. Servers with different block sizes can
-share it.
+"""A tier that stores pages in units of HASH_TOKENS tokens inside another tier. Servers with different block sizes
+can share it.
 
     caller   pages of N · HASH_TOKENS tokens      one hash per unit of HASH_TOKENS tokens (`core.BlockHash`)
     inner    pages of HASH_TOKENS tokens          the objects of a server with that block size
 
-A page is found if all its units are found. Values are copied and never changed (`encoding/formats.py`).
+A page is found if all its units are found. Values are reordered, but never changed (`encoding/formats.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ class WrappedTier(Tier):
         self.inner = inner
         self._transfer_counts = TransferCounts()
         self._closed = False
-        self._lock = threading.Lock()  # guards against jobs submitted after close() ended the threads
+        self._lock = (
+            threading.Lock()
+        )  # prevents jobs from being submitted after close() has ended the threads
         self._workers: Workers[Callable[[], None]] = Workers(
             threads, "kvloom-convert", lambda: lambda job: job()
         )

@@ -1,9 +1,9 @@
-"""What the adapters of other engines share: tiers by URL, pages in tiers, the identity of weights, tested versions.
+"""Parts that several adapters use: tiers by URL, pages in tiers, the identity of weights, tested versions.
 
     tier_urls.py        checks and expands the URLs of tiers
     tier_pages.py       TierPages: host memory and the other tiers of one process
     waiting_pages.py    WaitingPages: lookup, load and store for threads that may wait
-    weights.py          what identifies weight files
+    weights.py          digests that identify weight files
     engine_version.py   EngineVersion: which version of an engine is tested
 
 This folder imports no other engine.

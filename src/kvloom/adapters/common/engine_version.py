@@ -1,4 +1,4 @@
-"""Which version of another engine an adapter is tested with."""
+"""The version of another engine with which an adapter is tested."""
 
 from __future__ import annotations
 

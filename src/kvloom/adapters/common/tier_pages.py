@@ -1,4 +1,4 @@
-"""Pages in the configured tiers: host memory, and the tiers behind it."""
+"""Pages in the configured tiers: first in host memory, then in the other tiers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ SLAB_BYTES = 8 << 20
 
 
 class TierPages:
-    """Opens the tiers of one process. Raises ValueError if a required tier cannot be opened.
+    """The tiers of one process. The constructor opens them, and raises ValueError if a required tier cannot be
+    opened.
 
-    `tiers` are the URLs, and `page_bytes` is the size of the largest page. With `pin`, host memory is pinned, as a GPU
-    needs it. `others` are open tiers that replace the configured ones. Only one thread may call the manager.
+    `tiers` are the URLs, and `page_bytes` is the size of the largest page. With `pin`, host memory is pinned, as a
+    GPU needs it. If `others` is given, these open tiers are used instead of the configured tiers. Only one thread
+    may call the manager.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class TierPages:
         return found
 
     def close(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close them."""
+        """Write pending pages to the tiers, in bounded time, and close the tiers."""
         self.manager.close()
 
 

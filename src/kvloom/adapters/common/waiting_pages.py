@@ -1,11 +1,11 @@
-"""Pages in tiers for an engine that calls from threads of its own and waits for the result.
+"""Pages in tiers, for an engine whose own threads call these functions and wait for the results.
 
     lookup(batches)        which pages host memory or a tier has
-    load(objects, copy)    load pages into host memory, then let the caller copy them
-    store(objects, copy)   let the caller fill pages of host memory, then queue writes to the other tiers
+    load(objects, copy)    load pages into host memory, then call `copy`, which copies them to the engine
+    store(objects, copy)   call `copy`, which fills pages of host memory, then queue writes to the other tiers
 
-Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted and logged by the
-transfer manager.
+Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted and logged by
+the transfer manager.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Copy = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
 
 POLL_SECONDS = 0.002
 BATCH_PART = 4
-"""A batch uses at most this part of host memory, so that its pages do not evict each other."""
+"""A batch uses at most 1 / BATCH_PART of host memory, so that its pages do not evict each other."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class PageCounts:
     """Pages that were not stored, because host memory was full."""
     loaded: int = 0
     missed: int = 0
-    """Pages that a load did not find, or not in time."""
+    """Pages that a load did not find, or that did not arrive in time."""
 
 
 class WaitingPages:

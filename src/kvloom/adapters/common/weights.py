@@ -1,7 +1,7 @@
-"""What identifies weight files. Pages of other weights are never loaded.
+"""Digests that identify weight files. Pages that were computed with other weights are never loaded.
 
-A digest covers, of every weight file, its size, its first bytes and SAMPLES samples of its other bytes. A folder and a
-hub id with the same files have the same digest.
+A digest covers, of every weight file, its size, its first bytes and SAMPLES samples of its other bytes. A folder
+and a hub id with the same files have the same digest.
 """
 
 from __future__ import annotations

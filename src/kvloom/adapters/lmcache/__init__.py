@@ -5,7 +5,7 @@
     object_keys.py    keys of LMCache's objects, and names of its files
     l2_adapter.py     KvloomL2Adapter: LMCache's interface for L2 adapters
     fs_files.py       copies the files of LMCache's `fs` adapter into tiers
-    __main__.py       the command for it
+    __main__.py       the command that runs `fs_files`
 
 `lmcache server --l2-adapter '{"type": "plugin", "module_path": "kvloom.adapters.lmcache", "class_name":
 "KvloomL2Adapter", "adapter_params": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads this module. See docs/lmcache.md.

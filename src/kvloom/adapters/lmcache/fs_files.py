@@ -29,7 +29,7 @@ class ImportedFiles:
     objects: int = 0
     bytes: int = 0
     present: int = 0
-    """Objects that a tier had before."""
+    """Objects that a tier already had."""
     failed: int = 0
     """Files that could not be read or stored."""
     other_files: int = 0

@@ -43,7 +43,7 @@ log = logging.getLogger("kvloom.lmcache")
 Result = TypeVar("Result")
 Group = tuple[str, int, int]  # model, rank, group
 MAX_SIZES = 4
-"""How many sizes of objects a lookup tries for one group."""
+"""Largest number of object sizes that a lookup tries for one group."""
 
 
 class _Tasks:
@@ -97,8 +97,9 @@ class _Tasks:
 
 
 class KvloomL2Adapter(L2AdapterInterface):
-    """One L2 adapter over kvloom's tiers. `params` are its settings. `others` are open tiers that replace the
-    configured ones. Raises ValueError for wrong settings, or if a required tier cannot be opened. Thread-safe.
+    """One L2 adapter over kvloom's tiers. `params` are its settings. If `others` is given, these open tiers are
+    used instead of the configured tiers. Raises ValueError for wrong settings, or if a required tier cannot be
+    opened. Thread-safe.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class KvloomL2Adapter(L2AdapterInterface):
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Has no effect, because lookups lock nothing."""
+        """Do nothing, because lookups lock nothing."""
 
     def _lookup(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """Look up objects. The size of an object comes from LMCache's layouts, or is a size that was stored
-        before."""
+        """Return which objects are stored. The size of an object comes from LMCache's layouts, or is a size that
+        was stored before."""
         by_size: dict[int, list[int]] = defaultdict(list)
         for group, size in {(_group(key), _layout_bytes(layouts, key)) for key in keys}:
             if size:

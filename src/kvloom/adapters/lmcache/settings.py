@@ -20,9 +20,9 @@ class Settings:
     tiers: tuple[str, ...]
     """URLs of tiers, the fastest first."""
     load_seconds: float = 5.0
-    """Longest time of one load. Later objects are misses."""
+    """Longest time of one load, in seconds. Objects that arrive later are misses."""
     max_object_bytes: int = MAX_OBJECT_BYTES
-    """The largest object: all bytes of one chunk and one group."""
+    """Largest size of an object in bytes. An object has all bytes of one chunk and one group."""
     namespace: str = ""
     """Part of every key. LMCache identifies a model by its name only, so use another namespace for other weights."""
 

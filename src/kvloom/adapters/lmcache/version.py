@@ -7,4 +7,4 @@ from kvloom.adapters.common import EngineVersion
 __all__ = ["VERSION"]
 
 VERSION = EngineVersion("LMCache", "kvloom.adapters.lmcache", ("lmcache",), "0.5.6")
-"""LMCache changes its L2 interface also between patch versions."""
+"""LMCache may change its L2 interface even between patch versions, so all numbers are compared."""

@@ -4,7 +4,7 @@
     settings.py      Settings: `--hicache-storage-backend-extra-config`
     identity.py      what identifies the model in a key
     pool_pages.py    PoolPages: the bytes of pages in SGLang's host pools
-    prefix_hits.py   which prefixes can be restored from the pages of all pools
+    prefix_hits.py   which prefixes can be loaded from the pages of all pools
     storage.py       KvloomStorage: SGLang's interface for storage backends
 
 `python -m sglang.launch_server --enable-hierarchical-cache --hicache-storage-backend dynamic

@@ -1,4 +1,4 @@
-"""What identifies a model in a key. Pages of another model, dtype or quantisation are never loaded."""
+"""The text that identifies a model in a key. Pages of another model, dtype or quantisation are never loaded."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ _GEOMETRY = (
 
 class PoolPages:
     """Copies pages between a host pool and kvloom's host memory. `shard` states which part of the model the pool
-    stores. `flat` chooses flat pages. Raises ValueError if the pool does not give access to its pages.
+    stores. With `flat`, a page is read and written as one tensor. Raises ValueError if the pool does not give
+    access to its pages.
     """
 
     def __init__(self, name: str, pool: Any, shard: str, flat: bool = False) -> None:
@@ -42,7 +43,7 @@ class PoolPages:
         self.is_flat = flat or not self._find_parts()
         size = self._flat_bytes() if self.is_flat else int(self._sizes.sum())
         self.form = self._form(shard, size) if size else None
-        """None if the pool has no bytes."""
+        """The form of the pages. None if the pool has no bytes."""
 
     def read(self, indices: torch.Tensor, pages: Offsets, arena: npt.NDArray[np.uint8], at: Offsets) -> None:
         """Copy pages of the pool to offsets of the arena. `indices` are the token slots of all pages."""
@@ -69,8 +70,8 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the copies of pages, grouped by the size of their parts. A group has the offsets in the pool's
-        memory, the offsets in the arena, the pool's memory, and the size."""
+        """Return the copies of pages, grouped by the size of their parts. Each group has the offsets in the pool's
+        memory, the offsets in the arena, the pool's memory, and the size of a part in bytes."""
         if not len(pages):
             return []
         slots = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages)].reshape(-1)
@@ -93,7 +94,7 @@ class PoolPages:
         return list(zip(first.tolist(), at.tolist(), strict=True))
 
     def _find_parts(self) -> bool:
-        """Find the sizes of a page's parts. Returns False if the pool states no addresses."""
+        """Find the sizes of a page's parts. Returns False if the pool does not state their addresses."""
         try:
             meta = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))
         except (AttributeError, NotImplementedError, ValueError):

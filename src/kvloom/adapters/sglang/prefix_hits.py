@@ -1,4 +1,4 @@
-"""Which prefixes of a request can be restored from the stored pages of all pools."""
+"""The prefixes of a request that can be loaded from the stored pages of all pools."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def leading_pages(stored: Mask) -> int:
 
 
 def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
-    """Return two results: whether every pool can restore a prefix of 1, 2, … `kv_pages` pages, and the longest prefix
-    that each pool can restore.
+    """Return two results: for each prefix of 1 to `kv_pages` pages, whether every pool can restore it; and the
+    longest prefix that each pool can restore, in pages.
 
-    A pool is given as a mask of its stored pages, and the number of last pages of a prefix that the pool needs. None
-    means that the pool needs all pages of the prefix.
+    A pool is given as a mask of its stored pages, and the number of last pages of a prefix that the pool needs.
+    None means that the pool needs all pages of the prefix.
     """
     restorable, longest = np.ones(kv_pages, bool), []
     for stored, trailing in pools:

@@ -22,7 +22,7 @@ class Settings:
     tiers: tuple[str, ...]
     """URLs of tiers, the fastest first. `{rank}` in a URL is replaced by the number of the process."""
     load_seconds: float = 5.0
-    """Longest time of a load of 128 pages. Later pages are misses."""
+    """Longest time of a load of 128 pages, in seconds. Pages that arrive later are misses."""
     model: str | None = None
     """Folder or hub id of the weights. None means the model that SGLang serves."""
 

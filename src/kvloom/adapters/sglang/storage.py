@@ -50,8 +50,9 @@ KV = str(PoolName.KV)
 
 
 class KvloomStorage(HiCacheStorage):
-    """One storage backend over kvloom's tiers. SGLang passes its storage config, and `kwargs` of its own. `others` are
-    open tiers that replace the configured ones. Raises ValueError for wrong settings. Thread-safe.
+    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in `kwargs`.
+    If `others` is given, these open tiers are used instead of the configured tiers. Raises ValueError for wrong
+    settings. Thread-safe.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class KvloomStorage(HiCacheStorage):
         self._is_cleared = False
         self._metrics = StorageMetrics()
         self.faults = 0
-        """Calls that ended by an error and were answered as misses."""
+        """Number of calls that failed with an error, and whose pages were reported as misses."""
 
     # --- pools
 
@@ -140,7 +141,7 @@ class KvloomStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return which prefixes can be restored from the pages of all pools."""
+        """Return the lengths in pages of the prefixes whose required pages are stored for every pool."""
         # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         masks = self._stored([KV, *(str(t.name) for t in gates)], keys)

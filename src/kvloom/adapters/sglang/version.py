@@ -7,4 +7,4 @@ from kvloom.adapters.common import EngineVersion
 __all__ = ["VERSION"]
 
 VERSION = EngineVersion("SGLang", "kvloom.adapters.sglang", ("sglang",), "0.5.23")
-"""SGLang changes `HiCacheStorage` also between patch versions."""
+"""SGLang may change `HiCacheStorage` even between patch versions, so all numbers are compared."""

@@ -3,7 +3,7 @@
 | file         | content                                                                             |
 |--------------|-------------------------------------------------------------------------------------|
 | cache        | `Cache`: the cache interface of modeling code, and the batch of one `generate` call |
-| model_layers | `read_layers`: runs a model once to find what each layer stores                     |
+| model_layers | `read_layers`: runs a model once to find the data that each layer stores            |
 | page_store   | `PageStore`: the pool of a model, its prefix cache and its tiers                    |
 """
 

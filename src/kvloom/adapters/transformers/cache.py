@@ -35,8 +35,8 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """The tokens of one forward: `tokens` of each row, from position `start` on. `pages` has the block tables of the
-    step, by layer group and run.
+    """The tokens of one forward: `tokens` of each sequence, from position `start` on. `pages` has the block tables
+    of the step, by layer group and run (one of the pages that a block owns in the group).
     """
 
     start: int
@@ -95,15 +95,15 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self.cached_tokens = 0
         """Number of tokens of each prompt that the last call found in the cache."""
         self.computed_tokens = 0
-        """Number of tokens of each row that the last call computed, in prompt and answer."""
+        """Number of tokens of each sequence that the last call computed, in prompt and answer."""
         self._sequences: list[Sequence] = []
-        self._tokens: list[list[int]] = []  # of each row, computed or to be computed again
+        self._tokens: list[list[int]] = []  # tokens of each sequence, computed or to be computed again
         self._padding: list[int] = []
         self._prompt_length = 0
-        self._pending = 0  # tokens at the end of each row that are computed but not committed
+        self._pending = 0  # number of tokens at the end of each sequence that are computed but not committed
         self._states_are_stale = False  # pages have newer states than the layers
         self._step: _Step | None = None
-        self._lock = Lock()  # of the open rows
+        self._lock = Lock()  # held while sequences are open
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -147,9 +147,9 @@ class Cache(TransformersCache):  # type: ignore[misc]
 
     @contextmanager
     def open(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Iterator[int]:
-        """Open the cached pages of a batch of prompts [rows, tokens], for a generation loop without `generate`.
+        """Open the cached pages of a batch of prompts [prompts, tokens], for a generation loop without `generate`.
 
-        Yields a number n: the first n tokens of each row need not be computed. The caller then runs the model on
+        Yields a number n: the first n tokens of each prompt need not be computed. The caller then runs the model on
         `input_ids[:, n:]` with this cache. `generate` calls this method itself.
         """
         if not self._lock.acquire(blocking=False):
@@ -198,7 +198,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 del self._model._is_stateful
 
     def _padding_of(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
-        """Return the number of padding tokens at the start of each row."""
+        """Return the number of padding tokens at the start of each prompt."""
         if mask is None or bool(mask.all()):
             return [0] * len(input_ids)
         if mask.shape != input_ids.shape:
@@ -338,7 +338,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write K and V of the new tokens [rows, heads, tokens, dim] to pages. Return K and V of all visible tokens."""
+        """Write K and V of the new tokens [sequences, heads, tokens, dim] to pages. Return K and V of all visible
+        tokens."""
         step = self._step
         if step is None:
             raise RuntimeError(
@@ -363,8 +364,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def _page_ids(self, view: LayerView, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block tables of a layer [rows, blocks], and the positions of the new tokens [rows, tokens], on the
-        device.
+        """Return the block tables of a layer [sequences, blocks], and the positions of the new tokens [sequences,
+        tokens], on the device.
         """
         key = view.group, view.run
         if key not in step.pages:
@@ -428,7 +429,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
     # -- changes of the batch ---------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of each row. The argument is negative or 0, as in transformers.
+        """Remove the last `-tokens_to_remove` tokens of each sequence. The argument is negative or 0, as in
+        transformers.
 
         A model with recurrent states or windows may have to go back to an earlier checkpoint. The next forward then
         computes the tokens after this checkpoint again.
@@ -449,7 +451,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._store.equalise(self._sequences)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i a copy of row `beam_idx[i]`. Copies share their pages."""
+        """Make sequence i of the batch a copy of sequence `beam_idx[i]`. Copies share their pages."""
         self._commit()
         old, self._sequences = self._sequences, []
         used: set[int] = set()
@@ -469,11 +471,11 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._states_are_stale = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row (open sequence) `repeats` times. Copies share their pages."""
+        """Repeat each open sequence `repeats` times. Copies share their pages."""
         self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows (open sequences) with the indices `indices`, and close the others."""
+        """Keep the open sequences with the indices `indices`, and close the others."""
         self.reorder_cache(torch.arange(len(self._sequences))[indices.cpu()])
 
     def reset(self) -> None:
@@ -485,5 +487,5 @@ class Cache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Always True: the pool is allocated when the cache is made."""
+        """Always True, because the pool is allocated when the cache is created."""
         return True

@@ -1,4 +1,5 @@
-"""Finds what each layer of a Hugging Face model stores, by a run of a few tokens with transformers' own cache.
+"""Finds the data that each layer of a Hugging Face model stores. For this, the model runs once on a few tokens,
+with transformers' own cache.
 
 The shapes and dtypes of K, V and states come from this run, not from the config. Every model whose layers use
 transformers' cache classes is therefore supported. All other models are refused.

@@ -7,15 +7,15 @@
     block_groups.py      BlockGroup: block size, window and form of a KV cache group
     layer_pages.py       copies between vLLM's layer tensors and host memory
     tier_events.py       TierEvents: block events of tiers in vLLM's format
-    messages.py          what scheduler and worker send each other in every step
+    messages.py          the messages between scheduler and worker in every step
     scheduler_side.py    which pages a request loads and stores
     worker_side.py       runs these loads and stores
     connector.py         KvloomConnector: vLLM's interface to both sides
     secondary_tier.py    KvloomTier: vLLM's interface for tiers behind its own CPU offloading
 
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvloomConnector", "kv_connector_module_path":
-"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads
-this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
+"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'`
+loads this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
 
 The life of a hit. The scheduler and the workers are separate processes. Only workers open tiers.
 

@@ -36,8 +36,8 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """One KV cache group. `window` is the number of tokens that a token can read, including itself. `chunk` is the
-    number of tokens in a chunk of chunked local attention. 0 means full attention.
+    """One KV cache group. `window` is the number of tokens that a query sees, including its own token. `chunk` is
+    the number of tokens in a chunk of chunked local attention. If both are 0, the group has full attention.
     """
 
     index: int

@@ -1,7 +1,8 @@
-"""What identifies the weights of a model and of a LoRA adapter. Pages of other weights are never loaded.
+"""Texts that identify the weights of a model and of a LoRA adapter. Pages that were computed with other weights are
+never loaded.
 
-An identity covers the config and a digest of the weight files. A folder and a hub id of the same files have the same
-identity.
+An identity covers the config and a digest of the weight files. A folder and a hub id of the same files have the
+same identity.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ IsDone = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The tensor of one layer as rows: `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole storage of
-    the tensor.
+    """The tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. On a CPU, `memory` is the
+    whole storage of the tensor.
     """
 
     rows: torch.Tensor
@@ -164,7 +164,8 @@ def _group_layers(
 
 
 def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
-    """Return the rows of a layer. Raises ValueError if the bytes of a block are not contiguous."""
+    """Return a layer as a matrix with one row of bytes per block. Raises ValueError if the bytes of a block are not
+    contiguous."""
     assert isinstance(spec, AttentionSpec)
     size, item = spec.unpadded_page_size_bytes, tensor.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))

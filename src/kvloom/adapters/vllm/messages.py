@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side send each other in every step. vLLM carries both messages."""
+"""The messages between the scheduler side and the worker side in every step. vLLM transports them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the scheduler sends to every worker for one step. `ended` are requests whose leased pages are no longer
-    needed.
+    """The message of the scheduler to every worker for one step. `ended` are requests whose leased pages are no
+    longer needed.
     """
 
     lookups: list[Lookup] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Answers(KVConnectorWorkerMetadata):
-    """What the workers send to the scheduler after a step. Only one worker reports changes of tiers."""
+    """The message of the workers to the scheduler after a step. Only one worker reports changes of tiers."""
 
     answers: list[Answer] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)

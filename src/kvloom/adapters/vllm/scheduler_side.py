@@ -1,4 +1,5 @@
-"""The scheduler side: which pages a request loads, and which it stores. Opens no tier and copies no bytes."""
+"""The scheduler side: decides which pages a request loads, and which pages it stores. Opens no tier and copies no
+bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ log = logging.getLogger("kvloom.vllm")
 
 @dataclass(slots=True)
 class _Lookup:
-    """A lookup that the workers have to answer. `positions` are the positions at which all workers can resume. It is
-    None until every worker has answered.
+    """A lookup that the workers have to answer. `positions` lists the positions at which all workers can resume. It
+    is None until every worker has answered.
     """
 
     number: int
@@ -39,8 +40,8 @@ class _Lookup:
 
 @dataclass(slots=True)
 class _State:
-    """The state of one request. `stored` is the number of tokens whose full blocks were given to the tiers. It is None
-    before the first step of the request.
+    """The state of one request. `stored` is the number of tokens whose full blocks were passed to the tiers. It is
+    None before the first step of the request.
     """
 
     request: Request
@@ -115,8 +116,9 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Let the workers load pages into the blocks that vLLM has allocated: those of the last `external` tokens of
-        the prefix that `match` returned. When the load has ended, vLLM calls this method again with `external` 0.
+        """Make the workers load pages into the blocks that vLLM has allocated. These are the blocks of the last
+        `external` tokens of the prefix that `match` returned. When the load has ended, vLLM calls this method again
+        with `external` 0.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
@@ -196,11 +198,12 @@ class SchedulerSide:
                 state.may_load = False
 
     def finish(self, request: Request) -> None:
-        """Forget a request that has finished. The workers release its leased pages."""
+        """Stop following a request that has finished. The workers release its leased pages."""
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.lookup is not None:
             self._next.ended.append(request.request_id)
 
     def reset(self) -> None:
-        """Give later requests other hashes, because the weights may have changed. Stored pages are not found again."""
+        """Give later requests other hashes, because the weights may have changed. The pages stored so far are not
+        found again."""
         self._roots = Roots(f"{self._model} reset {secrets.token_hex(16)}")

@@ -53,8 +53,8 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Load:
-    """A load job of vLLM, as the thread runs it. For each group, `objects` are its pages in the tiers, and `rows` are
-    the chunks of vLLM's CPU memory to fill.
+    """A load job of vLLM, as the thread runs it. For each group, `objects` are its pages in the tiers, and `rows`
+    are the numbers of the chunks of vLLM's CPU memory to fill.
     """
 
     job: TransferJob
@@ -91,7 +91,9 @@ class KvloomTier(SecondaryTierManager):
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self._seconds = settings.load_seconds
         self._tiers = TierPages(settings.tiers, self.block_size_bytes)
-        self._found: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None while it is looked up
+        self._found: dict[
+            str, dict[OffloadKey, bool | None]
+        ] = {}  # by request: whether a tier has each key, or None during the lookup
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lookups: list[tuple[TierLookup, list[list[tuple[str, OffloadKey]]]]] = []
         self._asked: list[tuple[str, OffloadKey]] = []

@@ -40,8 +40,8 @@ class _Block:
 
 
 class TierEvents:
-    """Creates vLLM's events from changes of tiers. A group has events only if its blocks are as large as those that
-    vLLM hashes.
+    """Creates vLLM's events from changes of tiers. A group has events only if its block size is the size of the
+    blocks that vLLM hashes.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], hash_tokens: int) -> None:
@@ -50,7 +50,7 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Remember the fields of block `index` of a request for later events. The block is about to be stored in tiers
+        """Store the fields of block `index` of a request for later events. The block is about to be stored in tiers
         under `block_hash`.
         """
         if group not in self._groups or index >= len(request.block_hashes):

@@ -152,7 +152,7 @@ class WorkerSide:
             leased.release()
 
     def close(self) -> None:
-        """Finish copies, write pending pages to the tiers and close them."""
+        """Finish copies, write pending pages to the tiers, and close the tiers."""
         for request_id in [*self._pending, *self._leased]:
             self.end(request_id)
         until = time.monotonic() + 5

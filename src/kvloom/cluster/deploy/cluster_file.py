@@ -2,13 +2,13 @@
 
 [cluster]
 name = "demo"                       # several clusters may share one Ray
-ray = "auto"                        # address of Ray; "local" starts one for as long as `kvloom deploy` runs
+ray = "auto"                        # address of Ray; "local" starts a Ray that ends with `kvloom deploy`
 bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
 peer-secret = "/etc/kvloom/secret"  # with bind = "node": file on every machine, for pages between workers
 
 [router]
 port = 8080
-replicas = 1                        # more routers use the ports above
+replicas = 1                        # further routers use the next ports
 [router.arguments]                  # arguments of `kvloom route`
 affinity-seconds = 0.1
 
@@ -16,10 +16,10 @@ affinity-seconds = 0.1
 model = "meta-llama/Llama-3.1-8B-Instruct"
 role = "decode"                     # prefill, decode or both
 replicas = 2
-max-replicas = 6                    # above replicas: scaled by load
+max-replicas = 6                    # if larger than replicas: the number follows the load
 target-requests = 16                # open requests per replica that scaling aims at
 gpus = 1
-host-memory = "64GiB"               # prefill workers share it, decode workers read from them
+host-memory = "64GiB"               # prefill workers share their host memory, and decode workers read it
 [workers.decode.arguments]          # arguments of `kvloom serve`
 pool = "60GiB"
 """
@@ -40,8 +40,8 @@ __all__ = ["ClusterFile", "Group"]
 ROLES = ("prefill", "decode", "both")
 SHARE_PORT = 7400
 SURGE = 2
-"""Number of ports of a prefill group beyond one per replica. In a rolling restart, old and new replicas run at the same
-time.
+"""Number of ports of a prefill group in addition to one port per replica. In a rolling restart, old and new
+replicas run at the same time.
 """
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),

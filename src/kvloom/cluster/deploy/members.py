@@ -1,7 +1,7 @@
 """The list of a cluster's workers and routers. Each process announces itself to the list every second. Each router
 registers the workers of the list with itself.
 
-The list is kept in memory by a Ray actor. If the actor is restarted, the list is complete again after a second.
+A Ray actor keeps the list in memory. If the actor is restarted, the list is complete again after a second.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns the number of replicas at which each replica has about as many open
-    requests as the setting `target-requests`. The result is at least the configured minimum.
+    """A scaling policy of Ray Serve. Returns the number of replicas with which each replica has about
+    `target-requests` open requests. The result is at least the configured minimum.
     """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
@@ -104,7 +104,7 @@ class Replica:
         while True:
             with suppress(OSError):
                 status = self._get("/health")[0]
-                # A router without workers is ready: it is the first to start.
+                # A router is ready even without workers, because it starts first.
                 if status == 200 or (status == 503 and self.group.command == "route"):
                     return
             if self._process.poll() is not None:

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> int:
     """Run the command to its end and return its status."""
     seconds = float(argv[0])
-    # There are no threads yet, so that code may run between fork and exec.
+    # There are no threads yet, so running code between fork and exec is safe.
     child = subprocess.Popen(argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: PLW1509
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 
@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM when this process's parent dies, because Ray kills the children of a lost actor with
-    SIGKILL."""
+    """Make the kernel send SIGTERM when this process's parent dies. Otherwise the command could outlive a lost Ray
+    actor, whose children Ray kills with SIGKILL."""
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

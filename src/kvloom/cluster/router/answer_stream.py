@@ -1,13 +1,13 @@
 """One answer as a stream of events, across the workers that generate it.
 
-    worker A: event, event, event ✝         worker B: the same request, with the tokens so far
-                 │ passed on                          │ the part that the client has is dropped
+    worker A: event, event, event, dies     worker B: the same request, with the tokens so far
+                 │ forwarded                          │ the part that the client has is dropped
                  ▼                                    ▼
     client:   event, event, event ─────────────────── event, event, [DONE]
 
 A continued answer must repeat the text that the client has, character by character. If the texts differ, the stream
-ends with an error instead of a wrong text. The texts can differ if a worker samples without a seed, or if its results
-depend on the other requests in the batch.
+ends with an error instead of a wrong text. The texts can differ if a worker samples without a seed, or if its
+results depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FATAL_TYPES = ("invalid_request_error", "authentication_error", "permission_erro
 
 
 class WorkerFailedError(Exception):
-    """Raised if a worker cannot finish the request. Another worker may be able to."""
+    """Raised if a worker cannot finish the request. Another worker may be able to finish it."""
 
 
 class DivergedError(Exception):
@@ -46,8 +46,8 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Number of characters that the present worker has sent, by choice and text. After a failover, the new worker
-        first repeats text that the client has.
+        """Number of characters that the present worker has sent, by choice and kind of text. After a failover, the
+        new worker first repeats text that the client has.
         """
         self._is_continued = False
         self._finished: set[int] = set()
@@ -69,8 +69,8 @@ class AnswerStream:
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Process `data` from a worker. Return the bytes to send to the client, and the number of new tokens.
 
-        Raises WorkerFailedError for an error event of the worker, and DivergedError if the answer differs from the text
-        that the client has.
+        Raises WorkerFailedError for an error event of the worker, and DivergedError if the answer differs from the
+        text that the client has.
         """
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         out, count = [], 0
@@ -128,7 +128,8 @@ class AnswerStream:
 
     @staticmethod
     def _texts(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
-        """Return all texts in a choice that grow from event to event, as (dictionary, its key, name of the text)."""
+        """Return all texts of a choice that grow from event to event, as (dictionary, key of the text in it, name
+        of the text)."""
         if isinstance(choice.get("text"), str):
             return [(choice, "text", "text")]
         delta = choice.get("delta") or {}

@@ -49,7 +49,8 @@ class Call:
     """Seconds that the call has waited because no worker could take it."""
     lossy: bool = False
     encoders: list[tuple[str, int]] = field(default_factory=list)
-    """Encode workers named for the images of the call, and the number of images, until the first token."""
+    """Encode workers that were named for the images of the call, and the number of images. Empty after the first
+    token."""
 
     @property
     def is_stream(self) -> bool:
@@ -67,8 +68,8 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """The tenant and name of the client's session, or None. The name is the field `session_id`, else the header
-        x-session-id, else the field `user`.
+        """The tenant and name of the client's session, or None. The name is the field `session_id`, otherwise the
+        header x-session-id, otherwise the field `user`.
         """
         for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
             if isinstance(found, str) and found:

@@ -29,7 +29,8 @@ class WorkerAddress(NamedTuple):
 
 
 def worker_address(text: str) -> WorkerAddress:
-    """An argparse type for a worker: its URL, for workers other than kvloom's with `?events=ADDRESS&replay=ADDRESS`."""
+    """An argparse type for a worker: its URL. For workers other than kvloom's, `?events=ADDRESS&replay=ADDRESS`
+    follows."""
     address, _, query = text.partition("?")
     url = server(address)
     try:
@@ -206,7 +207,7 @@ async def _serve(
             port,
             len(args.worker),
         )
-        gc.freeze()  # so that a collection, which delays every request, leaves out modules and settings
+        gc.freeze()  # garbage collections delay requests, so they skip the modules and settings loaded so far
         samples = asyncio.create_task(application.state.run())
         try:
             await uvicorn.Server(config).serve(sockets=[listener])

@@ -2,8 +2,7 @@
 
 The router remembers which encode worker it named for each image. It names that worker again, because the worker
 probably has the embeddings. For new images it names the encode worker with the fewest open images. The worker that
-computes the prompt asks the named worker for embeddings. Nothing of the image is sent to the encode worker by the
-router.
+computes the prompt asks the named worker for embeddings. The router sends nothing to the encode worker.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class EncoderChooser:
         """Images of calls that have no first token yet, by encode worker."""
 
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
-        """Return the encode worker for the images of one call: the worker that probably has most of these images.
-        Among equal workers, return the one with the fewest open images. Return None if `names` is empty. Counts the
-        images as open until `ended`.
+        """Return the encode worker for the images of one call. This is the worker that probably has most of these
+        images. Among equal workers, it is the worker with the fewest open images. Return None if `names` is empty.
+        Counts the images as open until `ended`.
         """
         if not images or not names:
             return None

@@ -46,7 +46,7 @@ class FairQueue:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
-                self.leave()  # it had its place already
+                self.leave()  # the request was already admitted
             elif (place, tokens) in queue:
                 queue.remove((place, tokens))
                 self.waiting -= 1
@@ -65,7 +65,7 @@ class FairQueue:
     def _start(self, tenant: str, tokens: int) -> None:
         self.running += 1
         if self.running == 1:
-            self._service.clear()  # no tenant competes: start afresh
+            self._service.clear()  # no tenant waits, so all tenants start again with equal service
         least = min(self._service.values(), default=0.0)
         self._service[tenant] = max(self._service.get(tenant, least), least) + tokens
 

@@ -73,7 +73,7 @@ class Offer:
     """Coefficients of the worker's step times. Empty if the worker has not measured enough steps."""
     token_budget: int = 0
     objective: Objective = field(default_factory=Objective)
-    """Objective for requests that have no objective of their own."""
+    """Objective for requests that set no objective."""
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class Sent:
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """Number of prompts that this prefill worker computed, or of requests whose images this encode worker was named
-    for, by the worker that answers."""
+    """On a prefill worker: the number of prompts that it computed, by the worker that answers. On an encode worker:
+    the number of requests whose images it was named for, by the worker that answers."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
 
@@ -107,14 +107,14 @@ class Worker:
     given: dict[str, Offer] = field(default_factory=dict)
     """Models and event addresses that were stated when the worker was registered."""
     publishes: Offer = field(default_factory=Offer)
-    """Event addresses of models that no registration states. Adapters have no events of their own. A kvloom worker
-    reports its addresses itself."""
+    """Event addresses of the models for which no registration states an address. Adapters have no separate events.
+    A kvloom worker reports its addresses itself."""
     failed_checks: int = 0
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests that other routers had sent, at the worker's last report. It is stored, because it cannot
-    be computed later: the number of this router's own requests changes.
+    """Number of open requests that other routers had sent, at the worker's last report. It is stored because it
+    cannot be computed later, when the number of this router's own requests has changed.
     """
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
@@ -195,7 +195,7 @@ class Fleet:
 
     def discover(self, url: str) -> None:
         """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
-        new workers and remove dead ones."""
+        new workers and remove dead workers."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:
@@ -203,7 +203,7 @@ class Fleet:
         while True:
             try:
                 found = await self._resolve(url)
-            except OSError as error:  # a name without workers may have no address at all
+            except OSError as error:  # a host name without workers may have no address at all
                 log.debug("resolving %s failed: %s", url, error)
                 found = set()
             for one in found - self.workers.keys():

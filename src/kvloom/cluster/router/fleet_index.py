@@ -1,11 +1,11 @@
-"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer hits,
-but answers stay correct.
+"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer
+hits, but answers stay correct.
 
     prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
-Events of the workers fill one index per medium. Another index has expected blocks: a request was sent to the worker, so
-it will have the blocks soon. Expected blocks are removed when events report them. For a worker without events they
-stay.
+Events of the workers fill one index per medium. Another index has expected blocks, which a worker will have soon
+because a request was sent to it. Expected blocks are removed when events report them. For a worker without events
+they stay.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Group:
 
 @dataclass(slots=True)
 class WorkerBlocks:
-    """What the index stores about one worker, in addition to its blocks.
+    """The data of the index about one worker, in addition to its blocks.
 
-    If `trusts_hashes`, the worker's block hashes are those of `kvloom.core`. Otherwise the worker is foreign, such as
-    vLLM. The router then hashes the tokens of its events itself, starting from `root`. `names` maps a foreign hash to
-    the router's hashes of the same block.
+    If `trusts_hashes`, the worker's block hashes are those of `kvloom.core`. Otherwise the worker is foreign, such
+    as vLLM. The router then hashes the tokens of its events itself, starting from `root`. `names` maps a foreign
+    hash to the router's hashes of the same block.
     """
 
     number: int

@@ -120,7 +120,7 @@ class FleetState:
                     sums[name] += int(offer.load.get(name, 0))
                 used = max(used, float(offer.load.get("used", 0.0)))
                 tiers += offer.load.get("tiers", [])
-            elif load is not None:  # another server than kvloom's: what this router sent
+            elif load is not None:  # the worker is not kvloom: use the requests that this router sent
                 sums["running"] += len(load.requests) - load.waiting
                 sums["waiting"] += load.waiting
         has_report = any(offer.load for offer in worker.models.values())

@@ -52,7 +52,9 @@ def predict(
         return None
     waiting = [one for one in load.requests.values() if not one.has_first]
     seconds = sum(one.seconds for one in waiting)
-    left = min(1.0, load.backlog(now) / seconds) if seconds else 0.0  # the rest is computed already
+    left = (
+        min(1.0, load.backlog(now) / seconds) if seconds else 0.0
+    )  # share of the prompt that is not computed yet
     backlog = Backlog(
         [PromptWork(int(one.compute * left), TYPICAL_OUTPUT, one.tokens) for one in waiting],
         [Decoding(one.tokens, TYPICAL_OUTPUT / 2) for one in load.requests.values() if one.has_first],

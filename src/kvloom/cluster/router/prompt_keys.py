@@ -1,9 +1,9 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
 request                      hashes
-with token ids               block hashes, for every root that workers use
+with token ids               block hashes, for every root hash that workers use
 text or chat                 the same, after a tokenizer or a worker's /tokenize has returned the tokens
-text without known tokens    hashes of 64-byte pieces of the text; they show only which worker had the same text before
+text without known tokens    hashes of 64-byte pieces of the text; they show only which worker got the same text before
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PromptReader:
         """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-            prompt = prompt[0]  # several prompts go to one worker; the first decides
+            prompt = prompt[0]  # all prompts of a request go to one worker, and the first prompt decides
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             try:
                 tokens = token_bytes(prompt)

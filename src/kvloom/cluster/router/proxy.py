@@ -1,17 +1,17 @@
-"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails,
-chooses another one.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker
+fails, chooses another worker.
 
-| failure                                     | what happens                                                                        |
-|---------------------------------------------|-------------------------------------------------------------------------------------|
-| a worker accepts no connection, or answers  | the router tries the next best worker; if all refuse, the client gets the last       |
-| 502, 503 or 429                             | refusal                                                                              |
-| no worker can meet the objective            | the router answers 429 with the best prediction, and sends nothing to workers        |
-| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not received                |
-| a worker dies before its answer             | the router sends the request to another worker                                       |
-| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream         |
-| no worker is left                           | the request waits until a worker is back                                             |
-| too many attempts, or deadline passed       | the client gets the reason: as an error status before the stream has begun, as an    |
-|                                             | error event afterwards                                                               |
+| failure                                    | what happens                                                                      |
+|--------------------------------------------|-----------------------------------------------------------------------------------|
+| a worker accepts no connection, or answers | the router tries the next best worker; if all refuse, the client gets the last    |
+| 502, 503 or 429                            | refusal                                                                           |
+| no worker can meet the objective           | the router answers 429 with the best prediction, and sends nothing to workers     |
+| a prefill worker fails                     | the decode worker computes the tokens whose pages it has not received             |
+| a worker dies before its answer            | the router sends the request to another worker                                    |
+| a worker dies in a stream                  | another worker continues after the tokens so far; the client sees one stream      |
+| no worker is left                          | the request waits until a worker is back                                          |
+| too many attempts, or deadline passed      | the client gets the reason: as an error status before the stream has begun, as an |
+|                                            | error event afterwards                                                            |
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class ProxyOptions:
     """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
     tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, the
-    router gives up a worker that sends nothing for `silent_seconds`. While no worker can take a request, the request
+    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, a
+    worker that sends nothing for `silent_seconds` counts as failed. While no worker can take a request, the request
     waits up to `wait_seconds` for a worker that returns."""
 
     inflight: int = 256
@@ -98,7 +98,7 @@ class Counts:
     prompt_tokens: int = 0
     expected_hit_tokens: int = 0
     hand_overs: int = 0
-    """Number of requests whose prompt was computed by a prefill worker."""
+    """Number of requests whose prompt a prefill worker computed."""
     named_encoders: int = 0
     """Number of requests with images for which an encode worker was named."""
     slo_refused: int = 0
@@ -389,10 +389,11 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """If the decode worker lacks many prompt tokens, let a prefill worker compute the prompt.
+        """If the decode worker lacks many prompt tokens, make a prefill worker compute the prompt.
 
-        Returns the request fields that make the decode worker pull the pages, and a list with the task of the prefill.
-        The list is empty if the worker computes the prompt itself. The fields also name an encode worker for images.
+        Returns the request fields that make the decode worker pull the pages, and a list with the task of the
+        prefill. The list is empty if the decode worker computes the prompt itself. The fields also name an encode
+        worker for images.
         """
         if "kv_transfer_params" in call.body or call.path not in STREAMED:
             return {}, []
@@ -421,8 +422,8 @@ class Proxy:
         return {"kv_transfer_params": params}, [task]
 
     def _named_encoder(self, call: Call, worker: Worker) -> dict[str, Any]:
-        """Return the fields that name an encode worker for the images of a call. Empty if the call has no images, or
-        if the worker may ask no living encode worker."""
+        """Return the fields that name an encode worker for the images of a call. Returns an empty dictionary if the
+        call has no images, or if the worker cannot ask any living encode worker."""
         offer = worker.models.get(call.model)
         names = [] if offer is None else self.fleet.encode_workers(call.model, offer.encoders)
         images = image_hashes(call.body, call.tenant) if names else []
@@ -512,7 +513,7 @@ class Proxy:
                     return
             except _AbortedError as error:
                 self._failed(call, worker, error)
-                if has_begun:  # this endpoint's streams cannot be continued
+                if has_begun:  # other workers cannot continue the streams of this endpoint
                     failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
                     await send(
                         {

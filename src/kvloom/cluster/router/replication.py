@@ -67,8 +67,8 @@ class Replicator:
     def observe(
         self, call: Call, cached: int, hashes: Sequence[int], lengths: Mapping[str, Sequence[int]]
     ) -> None:
-        """Count a hit of `cached` tokens of a call. If this makes the prefix hot, copy it to another worker in the
-        background. Takes microseconds.
+        """Count a hit of `cached` tokens of a call. If this hit makes the prefix hot, copy the prefix to another
+        worker in the background. Takes microseconds.
         """
         tokens = cached // HASH_TOKENS * HASH_TOKENS
         options = self.options
@@ -126,7 +126,7 @@ class Replicator:
         """Copy the first `tokens` tokens of a call from one worker to another."""
         assert call.keys is not None
         assert call.keys.tokens is not None
-        # One token more: the last token of a prompt is always computed.
+        # One more token, because the last token of a prompt is always computed.
         ids = np.frombuffer(call.keys.tokens[: (tokens + 1) * TOKEN_BYTES], "<i4").tolist()
         body: dict[str, Any] = {"model": call.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         body |= {name: call.body[name] for name in ("tenant", "cache_salt") if name in call.body}

@@ -2,13 +2,13 @@
 
     time to first token   backlog of the worker + prefill of the missing tokens + load of pages from farther tiers
     + delay of others     seconds that later requests wait for this prefill, in proportion to the worker's load
-    + eviction            time to compute the pages again that the prefill evicts from a full pool
+    + eviction            time to recompute the pages that the prefill evicts from a full pool
     + decode load         time of decode steps during the prefill, and a cost of pages that running requests occupy
     + adapter             the time to load an adapter that is not resident
     - affinity            a reduction for the last worker of the session, unless this worker is overloaded
 
-The inputs are the router's own requests, the times of their first tokens and ends, and the workers' events. Time is an
-argument, so workers may be simulated: `kvloom replay --workers` uses these classes.
+The inputs are the router's own requests, the times of their first tokens and ends, and the workers' events. Time is
+an argument, so workers may be simulated: `kvloom replay --workers` uses these classes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ __all__ = ["Choice", "Scorer", "ScoringOptions", "SpeedModel", "WorkerLoad"]
 
 MAX_SESSIONS = 100_000
 SCORED = 8
-"""Number of workers whose whole cost is computed. They are the best workers by backlog and cached tokens."""
+"""Number of workers whose whole cost is computed: the best workers by backlog and cached tokens."""
 
 FULL_SHARE = 0.9
-"""A pool is full if events report this share of it. Pages of partial blocks and running answers are not in events."""
+"""A pool counts as full if events report this share of it. Pages of partial blocks and running answers are not in
+events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,9 @@ class WorkerLoad:
         self.waiting -= 1
         self.waiting_tokens -= one.compute
         self.decoding_tokens += one.tokens
-        if self._last_first <= one.at and self.waiting == 0:  # it waited for no other, and shared no step
+        if (
+            self._last_first <= one.at and self.waiting == 0
+        ):  # the request waited for no other request, and shared no step with one
             self.speed.observe(one.compute, now - one.at)
         self._last_first = now
         left = sum(other.seconds for other in self.requests.values() if not other.has_first)
@@ -215,15 +218,16 @@ class Scorer:
         session: str | None = None,
         adapter: str | None = None,
     ) -> Choice | None:
-        """Return the best of `candidates`, or None if there are none. `lengths` are the cached tokens of each worker,
-        by medium (`FleetIndex.lengths`). Takes about 0.3 µs per candidate, and 2 µs for each of the SCORED best."""
+        """Return the best of `candidates`, or None if there are no candidates. `lengths` are the cached tokens of
+        each worker, by medium (`FleetIndex.lengths`). Takes about 0.3 µs per candidate, and 2 µs for each of the
+        SCORED best."""
         loads = self.loads
         found = [(loads[name], name) for name in candidates if name in loads]
         if not found:
             return None
         none = (0, 0, 0, 0)
         home = None if session is None else self._sessions.get(session)
-        if len(found) > SCORED:  # a rough order first
+        if len(found) > SCORED:  # a rough order chooses the SCORED best first
             rough = [
                 (busy if (busy := load.busy_until) > now else now)
                 - load.speed.per_token * (lengths[name][-1] if name in lengths else 0)
@@ -268,7 +272,7 @@ class Scorer:
                 reading += (min(far, limit) - min(near, limit)) / rate
             if (
                 load.speed.per_token * (cached - on_gpu) < reading
-            ):  # the worker recomputes where that is faster
+            ):  # the worker recomputes tokens if this is faster than loading
                 cached, reading = on_gpu, 0.0
         new = prompt_tokens - cached
         speed = load.speed

@@ -2,8 +2,8 @@
 
     text ──▶ pieces of about 512 characters, cut between two words ──▶ tokens of each piece, from the cache ──▶ tokens
 
-Byte-level tokenizers split there too. For the first texts, the result is compared with the tokens of the whole text. If
-they differ, as with some tokenizers, whole texts are tokenised from then on.
+Byte-level tokenizers split between words, too. For the first texts, the result is compared with the tokens of the
+whole text. If they differ, as with some tokenizers, whole texts are tokenised from then on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP client that forwards requests to workers: POST over connections that stay open, parsed by httptools.
 
-A router spends most of its time per request in its HTTP client. This client does only what forwarding needs, and takes
-about a fifth of the time of a general client. The general client (aiohttp) does everything that is not a forwarded request.
+A router spends most of its time per request in its HTTP client. This client has only the functions that forwarding
+needs, and takes about a fifth of the time of a general client. A general client (aiohttp) sends all other requests.
 
     post ──▶ idle connection, or a new one ──▶ WorkerConnection: status, headers, read_any … ──▶ release ──▶ idle
 """
@@ -69,8 +69,8 @@ class WorkerConnection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def start(self, request: bytes, deadline: float) -> None:
-        """Send a request, and wait for the status and headers. Raises ConnectionError if the connection breaks. If this
-        call or a later read waits until `deadline`, a time of the event loop, it raises TimeoutError."""
+        """Send a request, and wait for the status and headers. Raises ConnectionError if the connection breaks.
+        Raises TimeoutError if this call or a later read has to wait beyond `deadline`, a time of the event loop."""
         self._deadline = deadline
         self.status, self.headers, self._body, self._size = 0, [], [], 0
         self.is_complete = self._is_released = False
@@ -81,7 +81,7 @@ class WorkerConnection(asyncio.Protocol):
             await self._wait()
 
     async def read_any(self) -> bytes:
-        """Return the data that has arrived; waits if there is none. Returns b"" at the end of the answer. Raises
+        """Return the data that has arrived. Waits if there is no data. Returns b"" at the end of the answer. Raises
         ConnectionError if the connection breaks before the end."""
         while not self._body:
             if self.is_complete:

@@ -1,10 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit:
-it is the next turn of the same conversation. The features of an entry are its number of uses, the turn and pause of
-its conversation, the new tokens of the last request, its finish reason, and the time since the last use. `ReuseModel`
-learns from these features when entries are used again. This file chooses the samples, and computes priorities from the
-model.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
+visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time since
+its last use, the turn number and pause of its conversation, and the number of new tokens and the finish reason of
+its last request. `ReuseModel` learns from these features when entries are used again. This file chooses the
+samples, and computes priorities from the model.
 
 | entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
@@ -42,8 +42,8 @@ SWITCHES = 2.0
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path in the tree, with the features of the request. All entries of the path share this
-    object."""
+    """One request's use of a path in the tree, with the features of the request. All entries of the path have the
+    same `Visit` object."""
 
     __slots__ = (
         "again",
@@ -68,14 +68,14 @@ class Visit(ReuseHistory):
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
-        self.again = 0  # its turn, if its new tokens had been cached and evicted before
+        self.again = 0  # turn number of the request, if its new tokens had been cached and evicted before
         self.open = True  # no request has returned to this visit yet
         self.values = b""  # feature values, set when the request is closed
         self.stratum = 0
         self.level, self.fit = (
             0.0,
             0,
-        )  # sum of the feature factors, and the number of the fit that it belongs to
+        )  # sum of the feature factors, and the number of the model fit with which it was computed
         self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
 
 
@@ -124,8 +124,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together. None of these tokens is more likely
-        to be used again than the last token."""
+        """Return how many tokens at the end of `entry` may be evicted together. The policy expects each of them to
+        be used again at most as often as the last one."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -183,8 +183,8 @@ class Adaptive:
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that the request of `visit` closed. `path` contains the entries that it used, deepest first. All of
-        them now belong to this visit."""
+        """Record that the request of `visit` closed. `path` contains the entries that the request used, deepest
+        first. All of them now belong to this visit."""
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
@@ -213,8 +213,8 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start up to two samples: one in the middle of the request's new tokens, and one in an entry that the request
-        hit."""
+        """Start up to two samples for the model: one in the middle of the request's new tokens, and one in an entry
+        that the request hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -273,13 +273,13 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the feature value of a number of uses. The value is exact up to 5 uses. Above 5, it depends only on the
-    number of bits."""
+    """Return the feature value for `hits` uses. The value is exact up to 5 uses. Above 5, it depends only on the
+    bit length of the number."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """Return a small code for a key. The first keys get codes of their own. All later keys share the last code."""
+    """Return a small code for a key. The first keys get separate codes. All later keys get the last code."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

@@ -1,8 +1,8 @@
 """Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. A
-policy has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again
-before it is evicted.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
+(the pages of one image). A policy has no access to tokens or pages. The queue computes an entry's priority when the
+entry is queued, and again before it is evicted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history of the new upper node after a node was split. By default both nodes share one history."""
+        """Return the history for the new upper node, after a node was split. By default both nodes share one
+        history."""
         return self
 
 
@@ -70,8 +71,8 @@ class Entry(ABC):
         self.priority = priority
         self.expires = expires
         self.expiring: float | None = None  # time at which the queue computes the key again
-        self.ended = False  # its session ended
-        self.useless = False  # the end of the node is not resumable
+        self.ended = False  # whether the session of the entry has ended
+        self.useless = False  # whether no prompt can resume at the end of the node
         self.value = 0.0
         self.wanted_by: tuple[
             tuple[int, int], ...
@@ -253,9 +254,10 @@ class Cost:
 
 
 class CostAware:
-    """Evicts the entry with the smallest value first (GDSF: greedy dual size frequency). Each use sets the value to
-    the sum of two parts. The first part is the recompute seconds per byte, times the number of uses. The second part
-    is the largest value that was evicted so far, so that unused entries lose against newer ones."""
+    """Evicts the entry with the smallest value first (GDSF: greedy dual size frequency). Each use sets the value of
+    an entry to a sum of two parts. The first part is the recompute seconds per byte, times the number of uses. The
+    second part is the largest value that was evicted so far. Newer entries therefore have larger values than
+    entries that are no longer used."""
 
     name = "cost"
 

@@ -44,11 +44,11 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or update its place if it is already queued.
+        """Queue `entry`, or update its position if it is already queued.
 
-        An entry with a smaller key than before moves up now. An entry with a larger key moves when it reaches the top.
-        A key can also fall while the entry is queued. The entry then moves when its retention expires, or at the
-        policy's next review.
+        An entry with a smaller key than before moves up now. An entry with a larger key moves when it reaches the
+        top. A key can also fall while the entry is queued. The entry then moves when its retention expires, or at
+        the policy's next review.
         """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
@@ -64,8 +64,8 @@ class EvictionQueue(Generic[E]):
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
         """Return the sort key: the rank of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. Among these entries, the one whose first
-        waiting request will be scheduled latest is evicted first.
+        Within a rank, entries that waiting requests will hit come last. They are ordered by their first waiting
+        request. The entry whose request is scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]

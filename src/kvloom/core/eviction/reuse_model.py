@@ -1,14 +1,16 @@
 """Reuse model: predicts when cached tokens will be used again. The adaptive policy uses the predictions.
 
 The policy samples positions in prompts. A sample lasts from the end of one use to the next use. From the last few
-thousand samples, the model learns the hazard: the probability of a use per second. The hazard depends on the age
-(seconds since the last use), on the stratum of the sample (for example the finish reason) and on its features.
+thousand samples, the model learns the hazard, which is the probability of a use per second. The hazard depends on
+the age (seconds since the last use), on the stratum of the sample (for example the finish reason) and on its
+features.
 
     hazard(age, features) = baseline of the stratum at that age, times a factor for each feature value
 
-The baseline has one value per age bin. Each bin is a quarter longer than the previous bin, so the model can represent
-session timeouts. A sample that was not used again yet counts as unused up to the present time. This also holds after
-eviction, because ghosts report the uses that missed. The model has no access to entries or pages.
+The baseline has one value per age bin. Each bin is a quarter longer than the previous bin, so the model can
+represent session timeouts. A sample that was not used again yet counts as unused up to the present time. Uses after
+an eviction also count, because ghosts (records of evicted tokens) report them. The model has no access to entries
+or pages.
 """
 
 from __future__ import annotations
@@ -186,8 +188,8 @@ class ReuseModel:
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
         """Return the hazard of each stratum and age bin. With few samples, the hazard of a stratum is close to the
-        common hazard of all strata. The common hazard is close to the prior. The last stratum uses only its own
-        samples and a prior of its own."""
+        common hazard of all strata, and the common hazard is close to the prior. The last stratum uses only its own
+        samples and a separate prior."""
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
             self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
@@ -200,8 +202,8 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age before which the share SEEN of all reuses happens. Samples without a reuse so far do not
-        reduce this age."""
+        """Return the age in seconds before which the share SEEN of all reuses happens. Samples without a reuse so
+        far do not reduce this age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
@@ -210,8 +212,8 @@ class ReuseModel:
     def _tabulate(self, baseline: Floats) -> None:
         """Compute the table of `index` values, at the start of every age bin, for each stratum and level.
 
-        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
-        page is dropped at the best time.
+        Each value solves an optimal stopping problem: keeping a page costs one per second, a reuse earns one, and
+        the page is dropped at the best time.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(

@@ -32,7 +32,7 @@ class HotPrefixes:
         self._todo: list[Node] = []
         self._best: list[
             tuple[Heat, Node]
-        ] = []  # nodes of the current pass: a heap with the fewest hits first
+        ] = []  # hottest nodes of the current pass, as a heap with the fewest hits first
         self._hot: list[Node] = []
         self._places: dict[int, tuple[int, int, list[int]]] = {}
         self._looks = 0
@@ -45,7 +45,7 @@ class HotPrefixes:
             self._todo, self._best = list(self._state.tree.roots.values()), []
         while self._todo:
             node = self._todo.pop()
-            if node.parent is not None:  # not a root, and not evicted since
+            if node.parent is not None:  # the node is not a root, and was not evicted since
                 yield node
                 one = (node.hits, node.last_used, node.serial), node
                 if len(self._best) < self._most:

@@ -1,11 +1,11 @@
 """Pool map: the state of the pool in a bounded number of cells, with the hottest prefixes.
 
-    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: its shares in use, cached and pinned,
+    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a range of slabs: its shares in use, cached and pinned,
     cells |     0     |     1     |         by group and by tenant
 
 The pool provides the state of each page. A walk over the tree provides its group and tenant. The walk takes a few
-milliseconds per map and continues where it stopped, so the map of a large tree is slightly outdated. Does not modify
-the cache. The map contains numbers and names of groups and tenants, but no tokens.
+milliseconds per map and continues where it stopped, so the map of a large tree is slightly outdated. Does not
+modify the cache. The map contains numbers and names of groups and tenants, but no tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["STATES", "PoolMap"]
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Number of tenant codes. The last code stands for all tenants without a code of their own. The second last code
-stands for pages whose tenant is unknown, because the walk has not visited them yet."""
+"""Number of tenant codes. The last code stands for all tenants without a separate code. The second last code stands
+for pages whose tenant is unknown, because the walk has not visited them yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
@@ -48,7 +48,9 @@ class PoolMap:
             raise ValueError(f"cells {cells} and branches {branches} must be positive")
         self._state = state
         pool, layout = state.pool, state.layout
-        self._place: dict[str, int] = {}  # code of every tenant that has one; declared tenants come first
+        self._place: dict[
+            str, int
+        ] = {}  # the code of every tenant with a separate code; declared tenants come first
         for name in state.accounts.accounts:
             self._tenant(name)
         # Last known group and tenant of every page: 1 + group * TENANTS + tenant, or 0 if unknown.
@@ -94,8 +96,8 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the number that stands for a tenant in owner codes. A new tenant, declared or not, gets the next
-        free number."""
+        """Return the number of a tenant in owner codes, which are numbers that stand for a group and a tenant. A
+        new tenant, declared or not, gets the next free number."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)

@@ -4,10 +4,10 @@
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A run is the set of layers that share one page. A block of a token group owns `runs` pages of `run_layers` layers each.
-A state of a state group does, too. The layout chooses the runs so that all page sizes are equal, if possible. The slab
-size is a common multiple of the page sizes. If there is no suitable common multiple, pages are padded, by at most
-MAX_WASTE of a slab.
+The layers of a group may be split over several pages of a block. A run is the set of layers that share one page. A
+block of a token group owns `runs` pages of `run_layers` layers each. So does a state of a state group. The layout
+chooses the runs so that all page sizes are equal, if possible. The slab size is a common multiple of the page
+sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PageGroup:
     block_tokens: int
     runs: int
     column: int
-    """Index of the group's first page id in a row of page ids. The group's `runs` page ids start there. Token, state
-    and media groups have separate rows."""
+    """Index of the group's first page id in the list of all page ids of a block. The group's `runs` page ids start
+    there. Token, state and media groups have separate lists."""
     pages_per_slab: int
     page_stride: int
     """Distance between two pages in the pool, in bytes. The bytes after `page_bytes` are padding."""
@@ -76,11 +76,11 @@ class PageGroup:
 
     @property
     def columns(self) -> slice:
-        """The columns of the group in the block tables, one per run."""
+        """The columns of the group in the block tables, one for each of its pages per block."""
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:
-        """Return the run that contains a layer, and the index of the layer in its page."""
+        """Return the number of the page (run) that contains a layer, and the index of the layer in this page."""
         try:
             return divmod(self.layers.index(layer), self.run_layers)
         except ValueError:
@@ -99,7 +99,7 @@ class PoolLayout:
     def build(
         cls, layers: Mapping[str, LayerSpec], block_tokens: int = HASH_TOKENS, granularity: int = _ALIGN
     ) -> PoolLayout:
-        """Group `layers` (name → spec), and choose runs and the slab size.
+        """Group `layers` (name → spec), and choose the slab size and the number of pages per block of each group.
 
         The slab size is a multiple of `granularity` (2 MiB for elastic memory). Equal specs give equal layouts on
         every machine.
@@ -127,13 +127,12 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups of one kind: "token" (text), "state" or "media". Groups of the same kind have their page
-        ids in the same rows. A row has the page ids of one block, one state or one media block."""
+        """Return the groups of one kind: "token" (text), "state" or "media". Each kind has separate arrays of page
+        ids."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """Return the number of page ids in one row: of one block, one state or one media block. `numbering` is as in
-        `of`."""
+        """Return the number of page ids of one block, one state or one media block. `numbering` is as in `of`."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
@@ -196,12 +195,12 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size, and (runs, page stride) for each group. `sizes` contains (bytes of a layer, number of
-    layers) for each group.
+    """Return the slab size, and (runs, page stride) for each group. A run is the set of layers that share one page.
+    `sizes` contains (bytes of a layer, number of layers) for each group.
 
-    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
-    counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory: for each
-    sequence, one such slab is half empty on average. A slab cannot be freed while one of its pages is in use.
+    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The
+    cost counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory: for
+    each sequence, one such slab is half empty on average. A slab cannot be freed while one of its pages is in use.
     """
     slabs = {
         _round_up(layer * run * k, granularity)
@@ -251,8 +250,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the run lengths to try for a group of `count` layers. For each number of runs, only the shortest length
-    that covers all layers is tried."""
+    """Return the numbers of layers per page to try, for a group of `count` layers. For each number of pages, only
+    the smallest number of layers per page that covers all layers is tried."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

@@ -76,7 +76,7 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
 
 
 class LoadPlan:
-    """The load plan of one match. It is valid until the cache changes. Does not modify the cache."""
+    """The load plan of one match. It is valid until the cache changes. It does not modify the cache."""
 
     def __init__(self, layout: PoolLayout, lookup: Lookup, match: Match) -> None:
         self.match, self.block = match, layout.block_tokens
@@ -99,7 +99,7 @@ class LoadPlan:
             have = np.zeros(blocks, bool)
             have[:whole] = rows[:whole, group.column] > 0
             self._present[group.index] = have
-        self.limit = lookup.cached_media_limit(match)  # media runs are not loaded from tiers
+        self.limit = lookup.cached_media_limit(match)  # the pages of images are not loaded from tiers
         self._reach = blocks
         self._upper_bound = 0
         self._round = 0

@@ -28,14 +28,16 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     account = state.accounts[match.control.tenant]
     root = tree.root(match.root_hash, account, match.control.tenant)
     node = match.path[-1] if match.path else root
-    tree.lock(node)  # the loaded tokens are published below it
+    tree.lock(node)  # the loaded tokens are published after this node
     blocks = -(-plan.end // state.block_tokens)
     rows = np.zeros((blocks, state.pages.width), np.int32)
     to_load = np.zeros(rows.shape, bool)
     cached = tree.rows(match.path, match.matched)[:blocks]
     rows[: len(cached)] = cached
     if plan.resume > match.matched:
-        rows[match.matched // state.block_tokens :] = 0  # a cached block whose tokens differ from the prompt
+        rows[match.matched // state.block_tokens :] = (
+            0  # leave out a cached block whose tokens differ from the prompt
+        )
     rows = tree.visible_rows(rows, plan.resume)
     states = 0
     for missing in plan.missing_pages():
@@ -120,8 +122,8 @@ def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
     """Return two positions after a load in which some pages may have failed. The first is the end of the tokens to
-    publish: `rows` has all pages that these tokens need. The second is the position at which a prompt can then
-    resume."""
+    publish, for which `rows` has all needed pages. The second is the position at which a prompt can then resume.
+    `rows` has the page ids of each block."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):
@@ -142,8 +144,8 @@ def _end(
 
 
 def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> Ids:
-    """Fill missing pages of `rows` from the tree, in place, and return `rows`. Other requests may have published these
-    pages since the reservation."""
+    """Fill missing pages of `rows` from the tree, in place, and return `rows`. `rows` has the page ids of each
+    block. Other requests may have published these pages since the reservation."""
     path, matched = state.tree.walk(reservation.root, reservation.data, reservation.end)
     known = state.tree.rows(path, matched)[: matched // state.block_tokens]
     part = rows[: len(known)]

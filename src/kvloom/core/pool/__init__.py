@@ -2,7 +2,7 @@
 contents.
 
     page_pool        PagePool: slabs cut into pages of several sizes; reference counts of each page
-    block_pages      BlockPages: rows of page ids, one row per block
+    block_pages      BlockPages: page ids of blocks, one line per block
     block_tables     BlockTables: page ids and lengths of all sequences
     compaction       moves pages so that a partly used slab becomes free
     pending_copies   page copies that the engine makes before its next step

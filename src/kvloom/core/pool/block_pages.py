@@ -1,4 +1,5 @@
-"""Rows of page ids. A row contains the page ids of one block, one state or one block of an image.
+"""The page ids of blocks, as arrays. A row of such an array contains the page ids of one block, one state or one
+block of an image.
 
 This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction
 can move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page.
@@ -18,17 +19,17 @@ __all__ = ["BlockPages", "PageHolder", "PageOwner", "replace_page"]
 
 
 class PageOwner(Protocol):
-    """An entry of the prefix cache that has rows of page ids."""
+    """An entry of the prefix cache that has arrays of page ids, one row per block."""
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace the page id `page` by `target` in some columns of the owner's rows."""
+        """Replace the page id `page` by `target` in some columns of the owner's page ids."""
 
 
 class PageHolder(Protocol):
-    """An object that retains pages which no block table lists: a pin, a load, a pending copy or a sequence."""
+    """An object that retains pages which are in no block table: a pin, a load, a pending copy or a sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
-        """Return all rows of page ids that the object retains. Compaction may rewrite these arrays in place."""
+        """Return all arrays of page ids that the object retains. Compaction may rewrite these arrays in place."""
 
 
 def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
@@ -42,8 +43,8 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 
 class BlockPages:
-    """Access to the pool by rows of page ids. A row has one column per page of a block. The id 0 means no page.
-    Token, state and media groups each have a separate `BlockPages`.
+    """Access to the pool by arrays of page ids. Such an array has one row per block, and one column per page of a
+    block. The id 0 means no page. Token, state and media groups each have a separate `BlockPages`.
     """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
@@ -62,7 +63,7 @@ class BlockPages:
         }
 
     def needs(self, rows: int) -> list[int]:
-        """Return how many pages of each size class `rows` rows need."""
+        """Return the number of pages of each size class that `rows` blocks need."""
         needs = [0] * len(self.pool.classes)
         if self._single_class is not None:
             needs[self._single_class] = rows * self.width
@@ -78,8 +79,9 @@ class BlockPages:
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
-        """Allocate `n` rows of pages. The caller has checked that enough pages are free. The pool prefers pages in the
-        slabs of the row `near`, so that the pages of a sequence stay together."""
+        """Allocate the pages of `n` blocks, and return their ids with one row per block. The caller has checked
+        that enough pages are free. The pool prefers pages in the slabs of `near`, the page ids of one block, so
+        that the pages of a sequence stay together."""
         if self._single_class is not None and near is None:
             ids = self.pool.allocate(self._single_class, n * self.width)
             assert ids is not None
@@ -166,6 +168,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether the row's page in `column` is in use."""
+        """Return, for each row of `rows`, whether its page in `column` is in use."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

@@ -1,4 +1,5 @@
-"""The block tables of all sequences: page ids, lengths and flags, with one array row per sequence.
+"""The block tables of all sequences: page ids, lengths and flags. Each open sequence has a row number, its index in
+all arrays.
 
 A decode step of many sequences is a few numpy operations on these arrays. Tables are indexed [column, row, block].
 A column is one page of a block. Entry 0 means no page, because the block has no page yet or is outside the window.
@@ -21,7 +22,7 @@ Rows = npt.NDArray[np.integer]
 
 
 class BlockTables:
-    """Arrays with one row per sequence. Unused parts take no memory.
+    """Arrays with one entry per sequence. Row numbers are the indices of sequences. Unused parts take no memory.
 
     | array            | meaning                                                                    |
     |------------------|----------------------------------------------------------------------------|
@@ -32,8 +33,8 @@ class BlockTables:
     | blocks           | number of reserved blocks                                                  |
     | first            | first block inside each window [window, row]                               |
     | tail             | ids of the tokens after the last published block                           |
-    | special          | whether the row must be extended and committed alone, not in bulk          |
-    | wants_checkpoint | whether a later position of the row needs a checkpoint                     |
+    | special          | whether the sequence must be extended and committed alone, not in bulk     |
+    | wants_checkpoint | whether the sequence needs a checkpoint at a later position                |
     | first_changed    | first block whose page ids changed since the last `take_changed`           |
     """
 
@@ -52,17 +53,17 @@ class BlockTables:
         self.first_changed: Ids = np.full(sequences, max_blocks, np.int32)
         self._has_states, self._has_windows = states > 0, windows > 0
         self.sequences: list[Any] = [None] * sequences
-        """The sequence of each row, or None if the row is free."""
+        """The sequence of each row number, or None if the number is free."""
         self._open = np.zeros(sequences, np.bool_)
         self._free = list(range(sequences - 1, -1, -1))
 
     @property
     def open(self) -> int:
-        """Return the number of open rows. A row is open while a sequence uses it."""
+        """Return the number of open sequences."""
         return len(self.sequences) - len(self._free)
 
     def take_row(self) -> int:
-        """Open a free row and return its index. Raises RuntimeError if none is free."""
+        """Return a free row number for a new sequence, and mark it as used. Raises RuntimeError if none is free."""
         if not self._free:
             count = len(self.sequences)
             raise RuntimeError(f"all {count} sequences are open; close one or raise max_sequences")
@@ -71,11 +72,11 @@ class BlockTables:
         return row
 
     def assign(self, row: int, sequence: object) -> None:
-        """Store the sequence of an open row."""
+        """Store the sequence of a used row number."""
         self.sequences[row] = sequence
 
     def free_row(self, row: int) -> None:
-        """Clear a row and mark it free. The caller has released its pages."""
+        """Clear the arrays at a row number and mark the number as free. The caller has released the pages."""
         self.tables[:, row, : self.blocks.item(row)] = 0
         if self._has_states:
             self.states[:, row] = 0
@@ -89,7 +90,8 @@ class BlockTables:
         self._free.append(row)
 
     def validated(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return `rows` as int64. Raises ValueError unless every row is open and listed once."""
+        """Return `rows` as int64. Raises ValueError unless every row number belongs to an open sequence and is
+        listed once."""
         at = np.asarray(rows)
         if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
             raise ValueError(f"rows must be a 1-D array of integers, got {at.dtype} {at.shape}")
@@ -102,26 +104,26 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that page ids of a row changed, from `block` on. Blocks outside a window need no such call, because
-        the engine never reads them."""
+        """Record that page ids of the sequence with this row number changed, from `block` on. Blocks outside a
+        window need no such call, because the engine never reads them."""
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
 
     def mark_each_changed(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
-        """Call `mark_changed` for each pair of `rows[i]` and `blocks[i]`. A row may occur several times."""
+        """Call `mark_changed` for each pair of `rows[i]` and `blocks[i]`. A row number may occur several times."""
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first changed block of each row, and reset the record of changes. If no block changed, return
-        the row's number of reserved blocks."""
+        """Return the first changed block of each sequence, given by row numbers, and reset the record of changes.
+        If no block changed, return the number of reserved blocks of the sequence."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first
 
     def open_rows(self) -> list[int]:
-        """Return the indices of the open rows."""
+        """Return the row numbers of the open sequences."""
         return [row for row, sequence in enumerate(self.sequences) if sequence is not None]
 
     def open_sequences(self) -> Iterator[tuple[int, Any]]:
-        """Yield each open row with its sequence."""
+        """Yield the row number and the object of each open sequence."""
         return ((row, sequence) for row, sequence in enumerate(self.sequences) if sequence is not None)

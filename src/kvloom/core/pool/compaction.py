@@ -20,7 +20,7 @@ __all__ = ["Compaction"]
 
 
 class Compaction:
-    """Moves pages of one pool. `holders` are objects that retain rows of page ids outside the block tables."""
+    """Moves pages of one pool. `holders` are objects that retain pages which are in no block table."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Compaction:
         self._holders = (*holders, copies)
         self._block_tokens = block_tokens
         self.is_possible = any(c.per_slab > 1 for c in pool.classes)
-        """Whether a slab has several pages, so that compaction is possible."""
+        """Whether a slab can have several pages, so that compaction is possible."""
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
@@ -77,7 +77,7 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted ids `old` in block tables, in rows of sequences, and in rows of page holders."""
+        """Replace the sorted page ids `old` in block tables, sequences and page holders."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:
@@ -93,7 +93,7 @@ class Compaction:
         tables = self._tables
         if cls in self._pages.classes:
             for column in self._pages.columns_of(cls).tolist():
-                # All rows at once, because a page may be in hundreds of rows. Unused rows are empty.
+                # All sequences at once, because hundreds of sequences may share a page. Unused row numbers have no page ids.
                 table = tables.tables[column, :, : int(tables.blocks.max())]
                 at = np.nonzero((table >= old[0]) & (table <= old[-1]))
                 place = np.searchsorted(old, table[at])

@@ -43,7 +43,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one reference to each page. Returns how many pages were not in use."""
+    """Add one reference to each page. Returns how many pages were not in use before."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -107,7 +107,7 @@ def unwatched(numbers: Numbers) -> Numbers:
 
 
 def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> int:
-    """Return the index of the first row that is not open or occurs twice, or -1 if there is none."""
+    """Return the index in `rows` of the first row number that is not open or occurs twice, or -1 if there is none."""
     seen: set[int] = set()
     for place, row in enumerate(rows.tolist()):
         if not 0 <= row < is_open.size or not is_open[row] or row in seen:
@@ -157,8 +157,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """For each bit below `places`, count the masks at the start of the list that have this bit set. The count ends at
-    the first mask without the bit."""
+    """For each bit below `places`, count how many masks from the start of the list on have this bit set. The count
+    ends at the first mask without the bit."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

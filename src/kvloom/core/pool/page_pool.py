@@ -64,7 +64,7 @@ class SizeClass:
         several = per_slab > 1
         self.used: Ids = np.zeros(slabs if several else 0, np.int32)
         self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
-        self.fixed: Counter[int] = Counter()  # number of pages pinned in place, by slab
+        self.fixed: Counter[int] = Counter()  # number of pages that compaction must not move, by slab
 
     def free_in(self, slab: int) -> Ids:
         """Return the free pages of a slab."""
@@ -75,7 +75,7 @@ class SizeClass:
 
     def file(self, slab: int, free: int, before: int) -> None:
         """Move a slab between the lists of partly used slabs. There is one list for each number of free pages.
-        `before` is the slab's old number of free pages, and `free` the new one."""
+        `before` is the slab's old number of free pages, and `free` the new number."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -224,7 +224,7 @@ class PagePool:
 
     def retain(self, cls: int, ids: Ids) -> int:
         """Add one reference to each page. The pages must be cached or in use. Returns how many pages were not in
-        use."""
+        use before."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -270,7 +270,7 @@ class PagePool:
         c.used[slabs] = left
         emptied = slabs[left == 0]
         c.free_pages += ids.size - emptied.size * c.per_slab
-        # A slab that was full and is now empty was in no list and enters none.
+        # A slab that was full and is now empty was in no list, and is added to no list.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
         if emptied.size:
@@ -361,7 +361,7 @@ class PagePool:
         self._free[: left.size] = left
         self.slabs -= taken.size
         self._free[self.slabs - 1 : self.slabs - 1 + taken.size] = taken
-        self._slack = 0  # the slabs that `slabs_short` counts on may be removed
+        self._slack = 0  # the free slabs that `slabs_short` counted may be removed now
         return taken
 
     # -- checking ------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class PendingCopies:
         pending.update(zip(target.tolist(), sources, strict=True))
 
     def add_rows(self, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue copies of all pages in rows of page ids: `source[i]` is copied to `target[i]`."""
+        """Queue copies of the pages of whole blocks: the pages `source[i]` are copied to the pages `target[i]`."""
         for cls in columns.classes:
             at = columns.columns_of(cls)
             self.add(cls, source[:, at].ravel(), target[:, at].ravel())
@@ -63,12 +63,12 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages `rows` until `take`. The caller gives its reference to this object, so the caller
-        must not release the pages."""
+        """Retain the source pages `rows` until `take`. The caller passes its reference to this object, so the
+        caller must not release the pages."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
-        """Return the rows of source pages, which are in use until `take`."""
+        """Return the ids of the source pages, which are in use until `take`."""
         return [(columns, rows) for columns, rows, _ in self._retained]
 
     def slabs(self) -> set[int]:
@@ -83,9 +83,9 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the pages that contain the bytes of `rows` while copies are still pending. For the target of a
-        pending copy, this is the source page. An entry is 0 if the page is unknown. The result is valid until
-        `take`."""
+        """Return the ids of the pages that contain the bytes of the pages `rows` now, while copies are still
+        pending. For the target of a pending copy, this is the source page. An id is 0 if the page is unknown. The
+        result is valid until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:
@@ -97,7 +97,9 @@ class PendingCopies:
             unknown = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
             at = columns.columns_of(cls)
             pages = now[:, at].ravel().tolist()
-            found = [pending.get(page, page) for page in pages]  # this page may itself have a pending copy
+            found = [
+                pending.get(page, page) for page in pages
+            ]  # a source page may itself be the target of a pending copy
             found = [0 if page in unknown else page for page in found]
             now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
         return now
@@ -107,7 +109,7 @@ class PendingCopies:
             if pending:
                 target = np.fromiter(pending.keys(), np.int32, len(pending))
                 source = np.fromiter(pending.values(), np.int32, len(pending))
-                # Skip targets that were freed since, because the page may have another use now.
+                # Skip targets that were freed meanwhile, because the page may have another use now.
                 counts = self._pool.classes[cls]
                 live = (counts.in_use[target] > 0) | (counts.cached[target] > 0)
                 stride = self._slab_bytes // self._per_slab[cls]

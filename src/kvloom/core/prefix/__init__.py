@@ -9,10 +9,10 @@ lookup_counts   counters of hits and misses
 block_hash      block hashes
 hash_index      HashIndex: pages of tiers, peers and workers by hash
 publisher       hashes of nodes, and events
-multimodal      images in a prompt; media runs
+multimodal      images in a prompt; media runs (the pages of one image)
 media_cache     MediaCache: cached media runs
 pins            pins, prefixes of waiting requests, sessions
-ghosts          recently evicted runs
+ghosts          records of recently evicted tokens
 offload_batch   pages passed to the offload listener
 in_transfer     pages that load jobs fill and tiers read
 """

@@ -63,7 +63,7 @@ class BlockHash(bytes):
 
 
 def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
-    """Return the hashes of a block's units, in order."""
+    """Return the hashes of a block's units (HASH_TOKENS tokens each), in order."""
     return block_hash.units if isinstance(block_hash, BlockHash) else (block_hash,)
 
 

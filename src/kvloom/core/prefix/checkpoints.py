@@ -51,7 +51,7 @@ class Checkpoints:
         self.needs_checkpoints = bool(self.windows) or self.has_states
         """Whether a prompt can resume only at checkpoints, because the model has windows or states."""
         self.version = 0  # increases when a path or its pages may have changed
-        self.replaced = 0  # number of partial blocks whose pages were replaced by fuller ones
+        self.replaced = 0  # number of partial blocks whose pages were replaced by pages with more tokens
         self._serials = count(1)
 
     def set_offload_source(self, source: OffloadSource | None) -> None:
@@ -74,12 +74,14 @@ class Checkpoints:
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """Return, for each windowed group, its visibility and its page id for each block in `rows` (0 for no page)."""
+        """Return, for each windowed group, its visibility and its page id for each block (0 for no page). `rows`
+        has the page ids of each block."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 
     def visible_rows(self, rows: Ids, position: int) -> Ids:
-        """Return a copy of `rows` in which pages that a query at `position` does not see are 0."""
+        """Return a copy of `rows` (page ids of each block) in which pages that a query at `position` does not see
+        are 0."""
         rows = rows.copy()
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             rows[: visibility.first_visible(position) // self.block, columns] = 0
@@ -88,9 +90,9 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield each node, from `node` up to the root, with the range of its rows that the query needs. A row has the
-        page ids of one block. A row is needed if the query at position `query` sees the block and the block starts
-        before `position`."""
+        """Yield each node, from `node` up to the root, with the range of its blocks that the query at position
+        `query` needs. A block is needed if the query sees it and it starts before `position`. The range counts from
+        the first block of the node."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -198,7 +200,8 @@ class Checkpoints:
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Call `queue_unneeded` for each node from `node` up that contains one of the blocks `first` to `last`."""
+        """Call `queue_unneeded` for `node` and each of its ancestors that contains one of the blocks `first` to
+        `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:

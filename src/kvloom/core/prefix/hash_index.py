@@ -24,7 +24,7 @@ __all__ = ["HashIndex", "HashKey"]
 
 HashKey = TypeVar("HashKey", bytes, int)
 MAX_NATIVE = 64
-"""Largest number of places for which the native loops can be used."""
+"""Largest number of places (tiers, peers or workers) for which the native loops can be used."""
 
 
 class HashIndex(Generic[HashKey]):
@@ -91,7 +91,7 @@ class HashIndex(Generic[HashKey]):
         return 0 if number is None else self._counts[number]
 
     def _every_group(self, place: str) -> int:
-        """Return the bits that stand for all groups in `place`."""
+        """Return the bits that stand for all groups in `place`, as in `bits`."""
         return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(
@@ -107,7 +107,7 @@ class HashIndex(Generic[HashKey]):
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0
         if parents is None:
-            if known.keys().isdisjoint(hashes):  # the usual case
+            if known.keys().isdisjoint(hashes):  # all hashes are new, which is the usual case
                 before = len(known)
                 known.update(dict.fromkeys(hashes, bits))
                 new = len(known) - before
@@ -298,12 +298,12 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return, for each place (for example a worker), the longest resumable length of a prompt there, in tokens.
+        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed from its pages.
         Entry i belongs to place number i. Partial last blocks are ignored.
 
-        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and groups,
-        combine their bits with `|` first. Without windows and states, the cost is one comparison per block, plus a
-        small cost per place.
+        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and
+        groups, combine their bits with `|` first. Without windows and states, the cost is one comparison per block,
+        plus a small cost per place.
         """
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)

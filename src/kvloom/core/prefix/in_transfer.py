@@ -26,8 +26,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt. Row b contains the pages of block b. `to_load` marks the pages that the
-    load job must fill.
+    """The pages reserved for one prompt. Row b of the page ids contains the pages of block b. `to_load` marks the
+    pages that the load job must fill.
     """
 
     __slots__ = (
@@ -62,8 +62,8 @@ class Reservation:
         self.states: Ids | None = None
 
     def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
-        """Return (hashes, page ids) for each run of a group: the pages that the load job must fill, and their
-        hashes."""
+        """Return the pages of a group that the load job must fill, as (hashes, page ids). There is one such pair
+        for each page that a block owns in the group."""
         columns = range(group.columns.start, group.columns.stop)
         if group.spec.unit == "state":
             if self.states is None:
@@ -85,7 +85,8 @@ class PagesInTransfer:
         self._batches: dict[int, OffloadBatch] = {}
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the rows of every reservation and batch. Compaction moves only pages that are not pinned in place."""
+        """Yield the page ids of every reservation and batch. Compaction moves only pages that are not pinned in
+        place."""
         for reservation in self._reservations.values():
             yield self._pages, reservation.rows
             if reservation.states is not None:

@@ -140,14 +140,14 @@ class Lookup:
         return self.find(match.root_hash, match.data, match.control, match.media, match.limit)
 
     def rows(self, match: Match) -> Ids:
-        """Return the rows of page ids of all matched tokens."""
+        """Return the page ids of all matched tokens, one row per block."""
         return self._tree.rows(match.path, match.matched)
 
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Return four values: the rows of page ids, the longest resumable length, the checkpoint at this length, and
-        the reason why the length is below `limit`. If the model has no states, the checkpoint is None."""
+        """Return four values: the page ids of the blocks, the longest resumable length, the checkpoint at this
+        length, and the reason why the length is below `limit`. If the model has no states, the checkpoint is None."""
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None
@@ -230,8 +230,9 @@ class Lookup:
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
     def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
-        """Return the number of tokens before the first image whose media run is needed but not available. The result
-        is at most `match.limit`. `has_run` returns whether the run of an image is available."""
+        """Return the number of tokens before the first image whose media run (its pages) is needed but not
+        available. The result is at most `match.limit`. `has_run` returns whether the media run of an image is
+        available."""
         limit = match.limit
         if self._media.pages.width and self._media.outlives_prompt:
             for item in match.media:
@@ -240,8 +241,8 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return the number of tokens before the first image whose media run is needed but not cached. The result is
-        at most `match.limit`."""
+        """Return the number of tokens before the first image whose media run (its pages) is needed but not cached.
+        The result is at most `match.limit`."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:

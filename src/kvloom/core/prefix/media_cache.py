@@ -49,13 +49,13 @@ class MediaCache:
         return self._runs.values()
 
     def needs_run(self, item: Media, start: int, stop: int) -> bool:
-        """Return whether computing tokens [start, stop) reads the run of `item`."""
+        """Return whether computing tokens [start, stop) reads the media run (the pages) of `item`."""
         has = bool(item.tokens and self.pages.width)
         return has and item.start < stop and (self.outlives_prompt or item.stop > start)
 
     def add(self, key: bytes, account: Account, rows: Ids, tokens: int, now: float) -> MediaRun:
-        """Cache the pages of one image and return its run. The caller becomes the first user of the run. The run takes
-        over the caller's reference to the pages."""
+        """Cache the pages of one image and return its media run. The caller becomes the first user of the media
+        run. The media run takes over the caller's reference to the pages."""
         run = MediaRun(next(self._serials), now, key, account, rows, tokens, len(rows) * self.pages.row_bytes)
         self._runs[key] = run
         self.pages.add_cached(rows, run)
@@ -66,7 +66,7 @@ class MediaCache:
         return run
 
     def retain(self, run: MediaRun, now: float) -> None:
-        """Add one user of a run. The run cannot be evicted until all users release it."""
+        """Add one user of a media run. It cannot be evicted until all users release it."""
         run.account.retain(self.pages.retain(run.rows))
         run.users += 1
         run.hits += 1
@@ -75,7 +75,7 @@ class MediaCache:
         run.account.queue.remove(run)
 
     def release(self, run: MediaRun, now: float) -> None:
-        """Drop one user of a run. A run without users is queued for eviction."""
+        """Remove one user of a media run. A media run without users is queued for eviction."""
         run.account.release(*self.pages.release(run.rows))
         run.users -= 1
         run.last_used = now
@@ -83,7 +83,7 @@ class MediaCache:
             run.account.queue.push(run, now)
 
     def drop(self, run: MediaRun, reason: str) -> None:
-        """Remove a run that has no users, and free its pages."""
+        """Remove a media run that has no users, and free its pages."""
         del self._runs[run.key]
         if self._publisher.events.listening:
             self._publisher.media_dropped(run.key[:HASH_BYTES], run.key[HASH_BYTES:], reason)

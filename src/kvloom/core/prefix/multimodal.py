@@ -73,7 +73,7 @@ class MediaRun(Entry):
         return self._bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace the page id `page` by `target` in the rows of the image."""
+        """Replace the page id `page` by `target` in the page ids of the image."""
         replace_page(self.rows, columns, page, target)
 
 
@@ -89,7 +89,7 @@ class MediaIds:
         self._next = -1
 
     def id_of(self, digest: bytes) -> int:
-        """Return the id of a digest. A digest without an id gets a new one."""
+        """Return the id of a digest. A digest without an id gets a new id."""
         known = self._ids.get(digest)
         if known is not None:
             self._ids.move_to_end(digest)

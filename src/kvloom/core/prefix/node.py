@@ -60,12 +60,14 @@ class Node(Entry):
         self.start = start
         self.end = start + len(text) // TOKEN_BYTES
         self.text = text
-        self.pages = pages  # rows after `count` are unused capacity
+        self.pages = pages  # page ids, one row per block; rows after `count` are unused capacity
         self.count = len(pages)
         self.row_bytes = 0
         self.children: dict[int, Node] = {}
         self.checkpoints: list[Checkpoint] = []
-        self.checkpoint_counts: npt.NDArray[np.int32] | None = None  # by block and window
+        self.checkpoint_counts: npt.NDArray[np.int32] | None = (
+            None  # number of checkpoints that need a page, by block and window
+        )
         self.hashes: list[
             bytes
         ] = []  # hashes of the HASH_TOKENS units that end in this node, computed on demand
@@ -91,7 +93,7 @@ class Node(Entry):
         return not self.children and self.locks == 0 and self.parent is not None
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in the rows of this node, and of nodes that share a block with it."""
+        """Replace a page id in this node, and in nodes that share a block with it."""
         for node in (self, *nodes_sharing_block(self, block_tokens)):
             replace_page(node.pages[: node.count], columns, page, target)
 

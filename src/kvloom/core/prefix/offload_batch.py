@@ -20,12 +20,12 @@ __all__ = ["OffloadBatch", "OffloadSource"]
 
 
 class OffloadBatch(NamedTuple):
-    """Pages to offload: one row of page ids per block hash.
+    """Pages to offload: the page ids of one block, or of one state, per block hash.
 
     | field     | meaning                                                                                     |
     |-----------|---------------------------------------------------------------------------------------------|
     | numbering | kind of the groups: "token" or "state"                                                      |
-    | hashes    | block hash of each row                                                                      |
+    | hashes    | block hash of each row of `rows`                                                            |
     | rows      | page ids, one column per page of a block or of a state; id 0 means no page                  |
     | pages     | page ids of the same shape: where the bytes of `rows` are until the next `take_copies`. The |
     |           | target of a pending copy has its bytes in the source page. Id 0 means unknown               |
@@ -36,9 +36,9 @@ class OffloadBatch(NamedTuple):
     | root      | root of the block hashes of the pages                                                       |
     | age       | number of step marks since the pages were written or moved, at most 2 (2 also if unknown)   |
 
-    The engine sets a step mark before each step, and after copies inside the pool. Age 0 means that work after the last
-    mark may have written the pages. Age 1 means that the pages were written before the last mark, and age 2 before the
-    second last mark.
+    The engine sets a step mark before each step, and after copies inside the pool. Age 0 means that work after the
+    last mark may have written the pages. Age 1 means that the pages were written before the last mark, and age 2
+    before the second last mark.
     """
 
     numbering: str
@@ -73,8 +73,8 @@ class OffloadSource:
 
     def mark_step(self, now: float, moved: bool) -> None:
         """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
-        inside the pool since the last mark. The second last mark then moves to this mark, too, because the older marks
-        do not cover these copies."""
+        inside the pool since the last mark. The second last mark then moves to this mark, too, so that no page
+        counts as older than these copies."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]
@@ -91,8 +91,8 @@ class OffloadSource:
 
     @staticmethod
     def on_split(upper: Node, lower: Node, at: int) -> None:
-        """Divide the offload marks of a node that was split at token `at`. `lower` is the original node, and `upper`
-        the new one."""
+        """Divide the offload marks of a node that was split at token `at`. `lower` is the original node, and
+        `upper` the new node."""
         marks = lower.offload
         if marks is not None:
             upper.offload = OffloadMarks(min(marks.settled, at), marks.grown, marks.offloaded_tokens)
@@ -173,7 +173,7 @@ class OffloadSource:
             return
         hashes = self._row_hashes(node, first, last)
         age = self._age(node)
-        # If a node grew since a mark, the blocks that were full at the mark are older than the others.
+        # If a node grew since a mark, the blocks that were full at the mark are older than its other blocks.
         settled = node.start if node.offload is None else node.offload.settled
         full = last if age == 2 else settled // self._block - node.start // self._block
         cut = max(0, min(last, full) - first)
@@ -210,10 +210,10 @@ class OffloadSource:
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:
-        """Return one hash for each row [first, last) of a node: the hash of the prefix that ends with the row's last
-        token."""
+        """Return one hash for each block [first, last) of a node: the hash of the prefix that ends with the last
+        token of the block. Blocks count from the first block of the node."""
         base, each = node.start // self._block, self._block // HASH_TOKENS
-        full = max(first, min(last, node.end // self._block - base))  # rows that end with a full block
+        full = max(first, min(last, node.end // self._block - base))  # blocks of the node that are full
         start = (base + first + 1) * each - node.start // HASH_TOKENS - 1
         hashes = self._publisher.hashes(node)[start : start + (full - first) * each : each]
         if each > 1:

@@ -85,7 +85,7 @@ class Pins:
         return list(self._pins.values())
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the rows of page ids of all pins."""
+        """Yield the page ids of all pins."""
         for pin in self._pins.values():
             yield self._tree.pages, pin.rows
             if pin.states is not None:
@@ -157,8 +157,8 @@ class Pins:
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
         """Protect the deepest node of a match, and that node's checkpoint nearest to the end of the hit. Among
-        entries of equal rank, they are evicted after all entries that no waiting request will hit. `turn` is the
-        position of the request in the waiting queue."""
+        entries of equal rank, protected entries are evicted last. `turn` is the position of the request in the
+        waiting queue."""
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)

@@ -171,8 +171,8 @@ class EventPublisher:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
-        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens that is in one of `rows` and ends in
-        `node`."""
+        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens that is in one of the blocks `rows`
+        and ends in `node`."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -202,8 +202,8 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the partial last block of `node` was removed under its old hash, because the block grows and
-        gets another hash. If there is a checkpoint at the end of the node, the old hash stays valid, and nothing is
+        """Publish that the partial last block of `node` was removed under its old hash. The block grows and gets
+        another hash. If there is a checkpoint at the end of the node, the old hash stays valid, and nothing is
         published."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
@@ -211,9 +211,9 @@ class EventPublisher:
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, the
-        partial block before it is also published as removed, because no prompt can resume there without the snapshot.
-        This does not apply to a checkpoint at the end of its node."""
+        """Publish that the state snapshot of a checkpoint was removed. If the checkpoint is inside a block, and not
+        at the end of its node, the partial block before it is also published as removed. Without the snapshot, no
+        prompt can resume there."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

@@ -1,11 +1,11 @@
 """Radix tree: contains the prefixes that this process computed, and finds them by comparing tokens.
 
     root ── [0,37) ──┬── [37,80)         a node has any number of tokens; it is split where prompts diverge
-                     └── [37,64)         a node has a row of page ids for every block it touches
+                     └── [37,64)         a node has the page ids of every block that contains some of its tokens
 
-If prompts diverge inside a block, several nodes share the block. Each of these nodes has its own row for the block.
-The row is valid for the tokens of its node. The id of an evicted window page is 0. `checkpoints` handles resumable
-positions. The allocator decides which entries are evicted and when. The tree evicts them.
+If prompts diverge inside a block, several nodes share the block. Each of these nodes has its own page ids for the
+block, which are valid for the tokens of the node. The id of an evicted window page is 0. `checkpoints` handles
+resumable positions. The allocator decides which entries are evicted and when. The tree evicts them.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the rows of page ids of the first `stop` tokens along a path. The result is a view if the first node
-        has all of them."""
+        """Return the page ids of the first `stop` tokens along a path, one row per block. The result is a view if
+        the first node has all of them."""
         block = self.block
         if not path:
             return self._no_rows
@@ -166,9 +166,9 @@ class RadixTree(Checkpoints):
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Merge `rows` into the pages of a node that already has the same tokens. The node takes pages that it lacks.
-        For all other blocks, the node's pages are written into `rows`. `rows` starts at the first block of the
-        node."""
+        """Merge `rows` (page ids, one row per block) into the pages of a node that already has the same tokens. The
+        node takes pages that it lacks. For all other blocks, the node's page ids are written into `rows`. `rows`
+        starts at the first block of the node."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -193,8 +193,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. No other request may use
-        the node or have hit it, and the retention must be equal."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
+        if no other request uses the node or has hit it, and if the retention is the same."""
         return (
             node.parent is not None
             and not node.children
@@ -204,8 +204,9 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether a node that grows by `rows` would lose a window page. The first row of `rows` replaces the
-        row of the node's partial block. The new row may lack a window page that a checkpoint needs."""
+        """Return whether a node that grows by `rows` (page ids, one row per block) would lose a window page. The
+        first row replaces the page ids of the node's partial block, but may lack a window page that a checkpoint
+        needs."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
@@ -215,8 +216,8 @@ class RadixTree(Checkpoints):
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """Add one block to each of many nodes. `may_append` must be true for each node. Has the same effect as
-        `publish`."""
+        """Add one block to every node of `nodes`. `may_append` must be true for each of them. Has the same effect
+        as `publish`."""
         self.pages.add_cached(rows, None)
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):
@@ -252,7 +253,7 @@ class RadixTree(Checkpoints):
         self._note_growth(node, node.end)
         self.pages.add_cached(rows, node)
         have = node.count
-        if node.end % self.block:  # the page of the full block replaces that of the partial block
+        if node.end % self.block:  # the page of the full block replaces the page of the partial block
             if self.events.listening:
                 self.publisher.grown(node)
             have -= 1
@@ -292,7 +293,7 @@ class RadixTree(Checkpoints):
             queue.remove(parent)
         queue.policy.on_insert(node, now)
         if lock:
-            node.locks = 1  # locked from the start, so not queued
+            node.locks = 1  # the new node is locked from the start, so it is not queued for eviction
             self.locked.add(node)
         else:
             queue.push(node, now)

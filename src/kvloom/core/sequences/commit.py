@@ -57,7 +57,7 @@ def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length
 
 
 def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
-    """Commit one token for each of many rows (open sequences). See `KVCache.commit_many`."""
+    """Commit one token for each open sequence in `rows`, which contains row numbers. See `KVCache.commit_many`."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     ids = np.frombuffer(token_bytes(tokens), np.int32)
@@ -93,8 +93,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each row (open sequence). Rows that are the only user of their node are published
-    together, which is cheaper."""
+    """Publish one full block of each sequence, given by row numbers. Sequences that are the only user of their node
+    are published together, which is cheaper."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -208,8 +208,9 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Release one block of each of many rows, like `_leave_windows`. Rows that share a page, or that have different
-    accounts, are processed one by one.
+    """Do the work of `_leave_windows` for many sequences at once: release one block of each that has left a window.
+    `rows` are the row numbers of the sequences. Sequences that share a page, or that have different accounts, are
+    processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:

@@ -64,8 +64,8 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
-    """Reserve pages for `n` more tokens of many rows (open sequences). `n` is one number, or one for each row.
-    Returns the number of missing pages, or 0 on success."""
+    """Reserve pages for `n` more tokens of many open sequences, given by row numbers. `n` is one number, or one for
+    each sequence. Returns the number of missing pages, or 0 on success."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     n = n if isinstance(n, np.ndarray) else index(n)
@@ -100,8 +100,9 @@ def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
 
 
 def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
-    """Extend rows one by one. Row i gets pages for `counts[i]` tokens. First checks that the pages of all rows fit
-    together, so that usually either all rows or none are extended. Returns the number of missing pages."""
+    """Extend sequences one by one. The sequence with row number `rows[i]` gets pages for `counts[i]` tokens. First
+    checks that the pages of all sequences fit together, so that usually either all or none are extended. Returns
+    the number of missing pages."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
     for seq, n in zip(sequences, counts, strict=True):
@@ -113,7 +114,7 @@ def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
     if together and state.pool.missing_slabs(together):
         account, _ = next(iter(total.values()))
         missing = state.allocator.free_pages(account, together)
-        if missing:  # 0 if expired pins were released
+        if missing:  # `missing` is 0 if releasing expired pins was enough
             return missing
     for account, sums in total.values():
         if account.beyond_quota(state.allocator.bytes_of(sums)):
@@ -177,7 +178,7 @@ def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
 
 
 def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[MediaRun]:
-    """Retain the cached media runs that tokens up to `stop` read, and return them."""
+    """Retain the cached media runs (pages of images) that tokens up to `stop` read, and return them."""
     retained: list[MediaRun] = []
     if not seq.control.read:
         return retained
@@ -193,8 +194,8 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
-    """Return the media before `stop` whose runs must be allocated, because neither the sequence nor the cache has
-    them. If the request does not read the cache, cached runs are ignored."""
+    """Return the images before `stop` whose media runs (pages) must be allocated, because neither the sequence nor
+    the cache has them. If the request does not read the cache, cached media runs are ignored."""
     new: dict[bytes, Media] = {}
     for item in seq.media:
         key = seq.root.hash + item.digest

@@ -66,7 +66,7 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
 
 
 def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: float) -> None:
-    """Let a sequence resume from the state snapshot of `checkpoint`. The first `extend` queues the copy of the
+    """Make a sequence resume from the state snapshot of `checkpoint`. The first `extend` queues the copy of the
     snapshot to the sequence's own pages. Until then, the snapshot's pages stay in use."""
     assert checkpoint.states is not None
     seq.state_source = checkpoint.states.copy()
@@ -139,8 +139,8 @@ def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Fill the block-table row of a sequence that resumes after `resume` tokens, and retain its pages. Sets the page
-    ids (`rows`, one line per block), the first visible block of each window, and the tokens of the partial block
+    """Fill the block table of a sequence that resumes after `resume` tokens, and retain its pages. Sets the page
+    ids (`rows`, one row per block), the first visible block of each window, and the tokens of the partial block
     (from `data`)."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
@@ -179,7 +179,7 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
-    # Requests retain what later prompts share.
+    # Later prompts share the retained token ranges.
     stops = (item.stop for item in match.control.retain if item.stop is not None and item.priority > 0)
     shared = {stop // state.block_tokens * state.block_tokens for stop in stops if stop < match.length}
     positions |= set(sorted(shared)[-MAX_RETAINED:])

@@ -34,7 +34,9 @@ def rollback(state: CacheState, seq: Sequence, n: int) -> int:
     known = min(len(in_tree), blocks)
     np.copyto(rows[:known], in_tree[:known], where=rows[:known] == 0)
     resume, checkpoint = _resumable_below(state, seq, path, rows, length - n, length)
-    if resume < seq.cold_blocks * state.block_tokens:  # those tokens have no pages here: start again
+    if (
+        resume < seq.cold_blocks * state.block_tokens
+    ):  # tokens in cold blocks have no pages in the pool: start again
         resume, checkpoint = 0, None
         seq.release_cold_runs()
     _shorten(state, seq, resume, rows, path, now)

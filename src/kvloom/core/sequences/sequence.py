@@ -1,6 +1,6 @@
-"""Sequence: the handle of a request on one row of the block tables.
+"""Sequence: the handle of a request. It has one row number in the block tables.
 
-`BlockTables` has the lengths and page ids. A sequence has the index of its row, its node in the radix tree, and its
+`BlockTables` has the lengths and page ids. A sequence has its row number, its node in the radix tree, and its
 options.
 """
 
@@ -123,7 +123,7 @@ class Sequence:
         return f"<Sequence {state}>"
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the rows of page ids that the sequence uses outside the block tables."""
+        """Yield the page ids of the pages that the sequence uses outside the block tables."""
         state = self.cache.state
         if self.state_source is not None:
             yield state.states, self.state_source
@@ -169,11 +169,13 @@ class Sequence:
         return min(ahead) if ahead and self.cache.has_states else None
 
     def table(self, group: int) -> Ids:
-        """Return the page ids of one token group, [runs, blocks], as a view."""
+        """Return the page ids of one token group, [runs, blocks], as a view. A run is one of the pages that a block
+        owns in the group."""
         return self.cache.table(group)[:, self._open_row(), : int(self.cache.block_tables.blocks[self.row])]
 
     def states(self, group: int) -> Ids:
-        """Return the page ids of the live state of one state group, [runs]."""
+        """Return the page ids of the live state of one state group, [runs]. A run is one of the pages that a state
+        owns."""
         groups = self.cache.layout.groups
         if not 0 <= group < len(groups) or groups[group].spec.unit != "state":
             raise KeyError(f"{group} is not a state group; the layout has {[g.name for g in groups]}")
@@ -186,7 +188,7 @@ class Sequence:
         self.cold_runs, self.cold_blocks = [], 0
 
     def media_rows(self, digest: bytes) -> Ids:
-        """Return the page ids of an image's media run: [blocks, columns]."""
+        """Return the page ids of an image: [blocks, columns]."""
         run = self.media_runs[self.root.hash + digest]
         return run.rows if isinstance(run, MediaRun) else run
 
@@ -216,7 +218,7 @@ class Sequence:
 
 
 def sequence_at(state: CacheState, row: int) -> Sequence:
-    """Return the sequence of an open row."""
+    """Return the open sequence with this row number."""
     sequence: Sequence | None = state.block_tables.sequences[row]
     if sequence is None:
         raise ValueError(f"row {row} has no open sequence")
@@ -228,7 +230,7 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
     try:
         if state.block_tables.sequences[seq.row] is seq:
             return
-    except IndexError:  # a sequence of another cache, which has more rows
+    except IndexError:  # a sequence of another cache, which allows more sequences
         pass
     raise ValueError(f"{seq!r} is not open in this cache")
 

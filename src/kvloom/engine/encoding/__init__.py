@@ -1,4 +1,4 @@
-"""Encode workers: image encoders on workers of their own. Embeddings are handed over by the hash of the image.
+"""Encode workers: image encoders on separate workers. Other workers get the embeddings by the hash of the image.
 
     this worker                                         encode worker (`kvloom serve --role encode`)
     images of a prompt, without those in its cache
@@ -12,7 +12,7 @@
     encoder.py           Encoder: the encode worker's side
 
 The peer protocol of `tiers.peer` authenticates the connection and verifies bytes. If an encode worker is lost, late
-or refuses an image, the image is encoded here.
+or refuses an image, the worker that needs the image encodes it.
 """
 
 from .encoder import Encoder, open_encoder

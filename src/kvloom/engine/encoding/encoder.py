@@ -65,7 +65,7 @@ class Encoder:
         self.host, self.server, self.stats = host, server, EncoderStats()
         self._vision, self._fingerprint = vision, fingerprint
         self._changes = host.watch()
-        self._queue: deque[bytes] = deque()  # hashes of first pages
+        self._queue: deque[bytes] = deque()  # hashes of the first pages of waiting images
 
     @property
     def waiting(self) -> int:
@@ -116,7 +116,7 @@ class Encoder:
             self.stats.embedding_bytes += made.numel() * made.element_size()
             packed = pack({}, {"embeddings": made})
             write_pages(self.host, key, EMBEDDINGS, tenant, packed, time.monotonic() + _LOCAL_SECONDS)
-            # The first page is the least recently used one, so it is evicted before the others.
+            # The first page is the least recently used page of the image, so it is evicted before the others.
             self.host.acquire(page_objects(key, EMBEDDINGS, tenant, 1, len(packed))).release()
         finally:
             self.host.drop(page_objects(key, INPUTS, tenant, 1, len(pages)))

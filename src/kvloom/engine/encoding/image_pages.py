@@ -1,9 +1,9 @@
 """Images and their embeddings as pages of a tier.
 
-    pages   [bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES, the last one padded
+    pages   [bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES; the last page is padded
     hash    of the image's key and the number of the page; the key covers image encoder, tenant and content
 
-The first page has a group of its own and is written last. If a tier has the first page, it had all pages.
+The first page has a separate group and is written last. If a tier has the first page, all pages were written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Pages = npt.NDArray[np.uint8]
 
 
 class Kind(NamedTuple):
-    """The groups of the first page and of the other pages."""
+    """The layer group numbers of the first page and of the other pages."""
 
     first: int
     rest: int
@@ -88,8 +88,8 @@ def first_page(block_hash: bytes, kind: Kind) -> Objects:
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group, so it cannot
-    be returned together with others: either `start` is above 0, or `stop` is 1."""
+    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number, so
+    a call returns either only the first page (`stop` is 1), or only later pages (`start` is above 0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)
@@ -175,7 +175,7 @@ def write_pages(tier: Tier, key: bytes, kind: Kind, tenant: str, pages: Pages, d
 
 
 def read_pages(tier: Tier, key: bytes, kind: Kind, tenant: str, deadline: float) -> Pages:
-    """Return the pages of an image. Raises PagesError if one is missing, damaged or late."""
+    """Return the pages of an image. Raises PagesError if a page is missing, damaged or late."""
     first = np.empty((1, PAGE_BYTES), np.uint8)
     _move(tier.read, page_objects(key, kind, tenant, 0, 1), first, deadline)
     count = -(-_size(first) // PAGE_BYTES)

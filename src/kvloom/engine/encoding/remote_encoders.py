@@ -4,7 +4,7 @@
        └────▶ missing: write the image, look up until the encode worker has stored the embeddings, read them
 
 Threads do this, so that steps do not wait. An image that several requests need at once is requested once. After a
-failure, images are encoded here, and the encode worker is not asked for PAUSE_SECONDS.
+failure, this worker encodes the images itself, and does not ask the encode worker for PAUSE_SECONDS.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EncodingStats:
     fallbacks: int = 0
     """Images that were encoded here, because their encode worker was lost, late, unknown or refused them."""
     seconds: float = 0.0
-    """Sum of the times from request to embeddings."""
+    """Sum of the seconds from each request to its embeddings."""
 
 
 class _EncodeWorker:
@@ -171,7 +171,7 @@ class RemoteEncoders:
         tenant = image.tenant
         stored = page_objects(key, EMBEDDINGS, tenant, 0, 1)
         if tier.lookup(stored).all():
-            with suppress(PagesError):  # evicted since
+            with suppress(PagesError):  # the embeddings were evicted since the lookup
                 return self._read(tier, key, tenant, deadline), 0
         pages = pack({"tenant": tenant, "digest": image.digest.hex()}, image.inputs)
         write_pages(tier, key, INPUTS, tenant, pages, deadline)
@@ -179,7 +179,8 @@ class RemoteEncoders:
         return self._read(tier, key, tenant, deadline), pages.size
 
     def _read(self, tier: Tier, key: bytes, tenant: str, deadline: float) -> torch.Tensor:
-        """Return embeddings that an encode worker has stored. Raises PagesError if they are not those of this model."""
+        """Return embeddings that an encode worker has stored. Raises PagesError if they have another width or dtype
+        than the embeddings of this model."""
         embeddings = unpack(read_pages(tier, key, EMBEDDINGS, tenant, deadline))[1].get(
             "embeddings", torch.empty(0)
         )
@@ -196,7 +197,9 @@ class RemoteEncoders:
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:
-            if tier.lookup(sent).all():  # before the embeddings, which are stored first
+            if tier.lookup(
+                sent
+            ).all():  # checked before the embeddings, because the encode worker stores the embeddings before it drops the image
                 seen = now
             if tier.lookup(stored).all():
                 return

@@ -2,7 +2,7 @@
 
 model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
 draft_graphs.py      DraftGraphs: graphs of steps with drafts
-head_runner.py       HeadRunner: runs a head on the target's hidden states
+head_runner.py       HeadRunner: runs a draft head on the target's hidden states
 piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
 pooling.py           pool_hidden_states: embeddings of prompts

@@ -1,8 +1,9 @@
-"""CUDA graphs of steps with drafts. One graph computes a whole step in which each row has a few tokens.
+"""CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
-A graph is captured for each of a few numbers of tokens. It has as many rows as tokens, so it fits any number of
-requests and any draft lengths, with up to `longest` tokens in a row. Padding rows have one token each, or none.
-Recurrent layers store the state before the draft (`StateRows.stored`), so their rows are computed in one pass.
+A graph is captured for each of a few numbers of tokens. It has space for as many requests as tokens, so it fits any
+number of requests and any draft lengths. A request has up to `longest` tokens. Padding requests have one token
+each, or none. Recurrent layers store the state before the draft (`StateRows.stored`), so each request is computed
+in one pass.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
 SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
 LARGEST_ROW = 64
-"""Largest number of tokens of a row in a decode plan."""
+"""Largest number of tokens of one request in a decode plan."""
 
 
 def draft_graph_sizes(step_tokens: int) -> list[int]:
@@ -45,8 +46,8 @@ class _Captured:
 
 
 class DraftGraphs:
-    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A row has at most
-    `row_tokens` tokens, and a step at most `step_tokens`.
+    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A request has at
+    most `row_tokens` tokens, and a step at most `step_tokens`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DraftGraphs:
         self._graphs: dict[int, _Captured] = {}
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the size of the graph for a step, or 0 if there is none."""
+        """Return the size of the graph that computes a step, in tokens, or 0 if there is no such graph."""
         counts = [len(work.tokens) for work in works]
         if max(counts) > self.longest:
             return 0
@@ -84,7 +85,7 @@ class DraftGraphs:
         return captured.logits.index_select(0, upload(ends, self._stage.device))
 
     def capture(self, size: int, pool: Any) -> _Captured:
-        """Return the graph of one size. Captures it in the memory `pool` if it does not exist."""
+        """Return the graph of one size. Captures it in the memory pool `pool` if it does not exist."""
         if size not in self._graphs:
             stage, device = self._stage, self._stage.device
             stage.send_drafted([], size)

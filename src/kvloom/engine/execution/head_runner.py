@@ -3,24 +3,27 @@ buffers of batches.
 
     target's step       the hidden states of the step are written to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
-                        the works `wanted`. For the last token of these works the target has no hidden state yet, so
-                        the head's own hidden state is written.
+                        the works `wanted`. The target has not computed the last token of these works, so the
+                        head's own hidden state of this token is written.
 
-The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The head is
-never batch-invariant, because only the target decides which tokens are accepted.
+Drafts are computed in CUDA graphs. A graph computes logits for all tokens, and writes the head's hidden state of the
+last token of each row. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
+of the target's graphs. The head is never batch-invariant, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from kvloom.core import KVCache
+from kvloom.kernels.device import upload
 from kvloom.models.heads import Head
-from kvloom.models.paged import Batch, GraphSplitter, HiddenStates
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, GraphSplitter, HiddenStates, Work
 
 from .model_runner import ModelRunner
 
@@ -39,21 +42,46 @@ class HeadRunner(ModelRunner):
         buffer: torch.Tensor,
         tokens: int,
         rows: int,
+        graphs: bool,
         target: ModelRunner,
+        draft_length: int,
     ) -> None:
-        super().__init__(head.model, cache, buffer, tokens, rows, graphs=False, target=target)
+        super().__init__(
+            head.model, cache, buffer, tokens, rows, graphs, target=target, draft_length=draft_length
+        )
+        self.piecewise = None  # a prompt step of one layer is short
         self._head, self._target = head, target
+        self._drafts = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether graphs write states
+        self._nodes: torch.Tensor | None = None  # the tokens of trees, whose states graphs write, too
+        if self.draft_graphs is not None and self.stage.supports_trees:
+            self._nodes = torch.zeros(DRAFT_STEP_TOKENS, dtype=torch.bool, device=buffer.device)
         self._states = HiddenStates(self.pages.token_view(0))
         target.watch_step = self._write_target_states
 
     @contextmanager
     def _write_target_states(self, batch: Batch) -> Iterator[None]:
-        """Return a context for one run of the target. When the context ends, the hidden states of the run are written
-        to the head's pages.
+        """Return a context for one execution of the target model. When the context ends, the hidden states of all
+        its tokens are written to the head's pages.
         """
         with self._head.target_states(self._target.decoder) as states:
             yield
         self._states.write(batch, states())
+
+    def run(
+        self,
+        works: Many[Work],
+        wanted: Many[int] | None = None,
+        whole: Many[int] = (),
+        pooled: Many[int] = (),
+    ) -> torch.Tensor:
+        """Compute a step, like `ModelRunner.run`. Also write the head's hidden states if any logits are `wanted`."""
+        self._drafts.fill_(wanted is None or len(wanted) > 0)
+        if self._nodes is not None:
+            # A run of a tree computes all nodes again. Their states do not change.
+            nodes = np.concatenate([np.full(len(work.tokens), bool(work.parents)) for work in works])
+            nodes = nodes[:DRAFT_STEP_TOKENS]
+            self._nodes[: len(nodes)] = upload(nodes, self.device)
+        return super().run(works, wanted, whole, pooled)
 
     def _forward(
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
@@ -62,6 +90,9 @@ class HeadRunner(ModelRunner):
             joined = self._head.join(batch.tokens, self._states.before(batch))
             with self._head.own_states() as states:
                 logits = super()._forward(replace(batch, embeds=joined), last, cutter)
-            if last is not None and len(last):
+            if last is None:
+                nodes = None if self._nodes is None else self._nodes[: len(batch.tokens)]
+                self._states.write_last(batch, states(), self._drafts, nodes)
+            elif len(last):
                 self._states.write(batch, states()[last], last)
             return self._head.target_logits(logits)

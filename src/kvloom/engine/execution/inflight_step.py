@@ -19,14 +19,14 @@ from .pooling import PooledPrompt
 __all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
-"""A request, the position of a prompt token, and the log-probabilities of the prompt tokens from this position on."""
+"""A request, the position of a prompt token, and the log-probabilities of the prompt tokens from that position on."""
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
     """A step that runs on the device, and its results, which are still being copied to the host.
 
-    `work` is what was scheduled. `tokens` are the sampled tokens, one for each of `requests`.
+    `work` is the scheduled work of the step. `tokens` are the sampled tokens, one for each of `requests`.
     """
 
     work: list[Scheduled]
@@ -36,13 +36,13 @@ class InflightStep:
     prompts: tuple[PromptLogprobs, ...]
     event: torch.cuda.Event | None
     prompt_tokens: int
-    """Number of prompt tokens in the step. Each decoding request adds one more token."""
+    """Number of prompt tokens in the step. Tokens of decoding requests are not counted."""
     embeddings: tuple[PooledPrompt, ...] = ()
     drafts: tuple[Draft, ...] = ()
     """The draft of each request. Empty if no request has a draft. With drafts, `tokens` has one more token for each
     draft token."""
     size: StepSize = field(default_factory=StepSize)
-    """The amounts of work in the step, for estimates of its time."""
+    """The amounts of work in the step, from which its time is estimated."""
 
     @classmethod
     def create(
@@ -129,7 +129,8 @@ def _to_host(found: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Return the log-probability of each prompt token that follows a token of `work`, for requests that want them.
+    """Return the log-probabilities of prompt tokens, for requests that want them. A token of `work` gives the
+    log-probability of the prompt token after it.
 
     `logits` are [tokens of all work, vocabulary]. Does not wait for the device.
     """

@@ -27,16 +27,17 @@ from .memory_budget import MemoryBudget, measure_budget
 __all__ = ["KVMemory", "allocate_kv_memory"]
 
 MAX_TOKENS = 131072
-"""Longest sequence if the model has no limit."""
+"""Largest number of tokens of a sequence if the model has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
     """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic` is the memory of the buffer if slabs can be added and removed, else None. `limit` is the largest number of
-    tokens of a sequence, or None if the model has no limit. `budget` is the measurement from which the size was
-    computed, or None if the size was configured. If `batch_invariant` is set, runners must use batch-invariant kernels.
+    `elastic` is the memory of the buffer if slabs can be added and removed, else None. `limit` is the largest
+    number of tokens of a sequence, or None if the model has no limit. `budget` is the measurement from which the
+    pool size was computed, or None if the size was configured. If `batch_invariant` is set, runners must use
+    batch-invariant kernels.
     """
 
     layout: PoolLayout
@@ -51,8 +52,8 @@ class KVMemory:
 
 
 def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
-    """Allocate the pool of a model on its device, and let the model's attention read pages. A `draft` model or head
-    shares the pool.
+    """Allocate the pool of a model on its device, and make the model's attention read pages. A `draft` model or
+    head shares the pool.
 
     In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
     measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
@@ -92,7 +93,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
             longest,
             batch_invariant,
             vision,
-            0 if config.speculate == "off" else 1 + bool(config.draft_model),
+            0 if config.speculate == "off" else 1 + bool(config.draft_model or config.head),
         )
         pool_bytes = budget.pool
     slabs = layout.slabs_in(pool_bytes)
@@ -109,7 +110,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
-        if draft is not None:  # its pages are stored with the target's
+        if draft is not None:  # the draft's pages are stored with the target's
             name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,
@@ -147,7 +148,7 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
     """Return the largest number of tokens of a sequence: `asked`, or `model_limit` if `asked` is None. Raises
-    ValueError if `asked` exceeds the limit.
+    ValueError if `asked` exceeds `model_limit`.
     """
     if asked is None:
         return model_limit

@@ -1,8 +1,9 @@
-"""Default step sizes, and the memory budget of the pool: the memory of the device minus the memory that a step needs.
+"""Default step sizes, and the memory budget of the pool: the memory of the device minus the memory that a step
+needs.
 
-On a GPU a trial measures this memory. It runs the largest step on a pool with only the pages of that step. For vision
-models it also encodes an image. The peak memory of the trial, and the memory of CUDA graphs, stay free. On a CPU the
-pool has a fixed default size.
+On a GPU a trial measures the memory of a step. It runs the largest step on a pool with only the pages of that step.
+For vision models it also encodes an image. The pool does not use the peak memory of the trial and the memory of
+CUDA graphs. On a CPU the pool has a fixed default size.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .model_runner import ModelRunner, graph_sizes
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
 
 TOKEN_BUDGET = {False: 2048, True: 8192}
-"""Default number of prompt tokens in a step: on a CPU, on a GPU."""
+"""Default number of prompt tokens in a step. False: on a CPU. True: on a GPU."""
 OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
 """Number of prompt tokens in a step of offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Default number of running requests: on a CPU, on a GPU. In a larger batch, more sequences share pages, which are read
-once."""
+"""Default number of running requests. False: on a CPU. True: on a GPU. In a larger batch, more sequences share
+pages, which are read once."""
 SLACK_BYTES = 256 << 20
 """Bytes reserved for libraries, and for work that the trial step does not include."""
 CPU_POOL = 1 << 30
@@ -76,8 +77,8 @@ def measure_budget(
 
     On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
     tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models` is
-    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model. Takes seconds
-    on a GPU. Raises ValueError if no memory is left.
+    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head.
+    Takes seconds on a GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -149,8 +150,8 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A large
-    GPU gets a larger number, which is slightly faster in total, although each token arrives later.
+    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. On a
+    large GPU the number is larger. The batch then finishes slightly earlier, although each token arrives later.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

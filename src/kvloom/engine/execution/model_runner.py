@@ -6,7 +6,7 @@ A `Work` is the tokens of one sequence in a step.
 
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
-| one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
+| one token of each sequence             | a graph of the next larger size, with padding                |
 | a few tokens of each sequence: drafts  | a graph of the next larger size (`draft_graphs.py`)          |
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
@@ -49,8 +49,8 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences. The sizes are few, and dense enough that steps need little
-    padding."""
+    """Return the graph sizes, in sequences, for up to `rows` sequences. There are few sizes, but steps still need
+    little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -81,10 +81,11 @@ class ModelRunner:
         draft_length: int = 0,
         trees: bool = False,
     ) -> None:
-        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and the
-        buffers of batches. A step has at most `drafts` draft tokens and tokens that recurrent layers compute again.
-        `draft_length` is the largest number of draft tokens of a sequence. `trees` states that drafts may be trees.
-        With `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only).
+        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and
+        the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that recurrent
+        layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees` states that
+        drafts may be trees. With `invariant`, the bits of a sequence's results do not depend on the other sequences of
+        the step (CUDA only).
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
@@ -96,10 +97,10 @@ class ModelRunner:
             "" if target is None else DRAFT_PREFIX,
         )
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
-        """A function that returns a context for each run of the model. A head uses this context to store the hidden
-        states of the run."""
+        """A function that returns a context for each execution of the model. A draft head uses this context to
+        store the hidden states."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
-        """The context of all computations on logits: batch-invariant mode, or none."""
+        """The context for all computations on logits: batch-invariant mode, or no effect."""
         if invariant:
             self._check_batch_invariant()
             from kvloom.kernels.batch_invariant import BatchInvariant
@@ -127,9 +128,10 @@ class ModelRunner:
         self.decoder: torch.nn.Module | None = (
             decoder if decoder is not model else getattr(model, "model", None)
         )
-        """The part of the model that ends with the final norm. None if it is not a separate module."""
+        """The part of the model that ends with the final norm. None if this part is not a separate module."""
         self.hidden_states: list[torch.Tensor] = []
-        """Output of the final norm ([tokens, hidden]) for each work of the last step that requested it."""
+        """The hidden states after the final norm ([tokens, hidden]), one tensor for each of the works `pooled` in
+        the last `run`."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
@@ -156,7 +158,7 @@ class ModelRunner:
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
             )
         self.draft_graphs: DraftGraphs | None = None
-        """Graphs of steps with drafts. None without speculation, and where they are not supported."""
+        """Graphs of steps with drafts. None if there is no speculation or the model does not support these graphs."""
         if self._sizes and draft_length and not invariant:
             again = draft_length if self.pages.has_states else 0
             self.draft_graphs = DraftGraphs(
@@ -177,17 +179,18 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return logits [rows, vocabulary], on the device, valid until the next step. Does not wait.
+        """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
+        wait.
 
-        The first rows are the logits after the last token of each work, or only of the works at the indices `wanted`. A
-        work with drafts has one more row for each draft token. Then follow the logits after every token of the works
-        `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        The logits first contain the position after the last token of each work, or only of the works at the indices
+        `wanted`. A work with drafts has one more position for each draft token. Then follow the positions after
+        every token of the works `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
         """
         has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
-        # Cold pages are gathered on the host, by every layer: a graph cannot contain that.
+        # Every layer gathers cold pages on the host, which a graph cannot contain.
         has_cold_blocks = any(work.sequence.cold_blocks for work in works)
         has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
         if single and self._sizes and not has_cold_blocks and not has_new_states:
@@ -318,13 +321,13 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run the largest decode step once on padding rows, without a graph, so that a trial can measure its memory."""
+        """Run the largest decode step once on padding, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every graph. The largest is captured first, because the others reuse its memory."""
+        """Capture every graph. The largest graph is captured first, because the others reuse its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
@@ -363,8 +366,9 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device, so
-        that attention reads them once. The search runs only if the step has other sequences than the previous call.
+        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device,
+        so that attention reads them once. If the step has the same sequences as the previous call, there is no new
+        search.
         """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
@@ -420,7 +424,9 @@ class ModelRunner:
                 "position_ids": _model_positions(batch),
             }
         if batch.seen is not None:
-            extra["cross_attention_states"] = self.pages  # else the model skips its cross-attention layers
+            extra["cross_attention_states"] = (
+                self.pages
+            )  # without this argument the model skips its cross-attention layers
         if batch.embeds is None:
             extra["input_ids"] = batch.tokens[None]
         else:
@@ -437,14 +443,13 @@ class ModelRunner:
 
 def _partial_sum_tokens(longest: int) -> int:
     """Return the number of tokens in one partial sum of batch-invariant attention, for sequences of up to `longest`
-    tokens. A sequence then has enough partial sums to fill a device, but at most 64.
+    tokens. With this number, a sequence has enough partial sums to fill a device, but at most 64.
     """
     return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether images affect a `Work`: the work contains image tokens, or images shift the positions of its
-    tokens."""
+    """Return whether images affect the tokens of `work`: some are image tokens, or images shift their positions."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 

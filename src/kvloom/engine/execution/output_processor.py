@@ -1,6 +1,6 @@
 """Applies the tokens of a step to their requests: stop conditions, stop texts, grammars and beams.
 
-Reports finished requests and continued beams to the scheduler. Does not use the model or the device.
+This module reports finished requests and continued beams to the scheduler. It does not use the model or the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def eos_tokens(model: Any) -> frozenset[int]:
 MovedToken = tuple[int, int, int]
 """A token that moves to another slot: the row of its sequence, its index in the sequence, and its new index."""
 MASK_SECONDS = 0.01
-"""Longest time, in seconds, that a step waits until the grammar processes have computed the next masks. If a mask takes
+"""Longest time in seconds that a step waits for grammar processes to compute the next masks. If a mask takes
 longer, its request is left out of the next steps until the mask arrives.
 """
 
@@ -68,7 +68,7 @@ class OutputProcessor:
     def _accept_drafts(
         self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
     ) -> None:
-        """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and the next sampled
+        """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and one more sampled
         token, unless it finishes earlier. `open_` are the indices of the unfinished requests."""
         places = accepted_places(tokens, step.drafts)
         self._move_accepted(step, places, open_)
@@ -117,8 +117,8 @@ class OutputProcessor:
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
     def settle_masks(self) -> None:
-        """Finish requests whose late grammar mask has arrived and whose output must end now. An output must end if
-        the grammar is complete, allows no token, or has failed. Does not wait.
+        """Finish requests whose late grammar mask has arrived and shows that the output must end now. An output
+        must end if the grammar is complete, allows no token, or has failed. Does not wait.
         """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
@@ -133,8 +133,8 @@ class OutputProcessor:
                 self._finish(request, "stop")
 
     def resume(self, request: Request, tokens: Sequence[int]) -> None:
-        """Apply output tokens that another engine generated to a new request. If these tokens contain the end of the
-        output, the request finishes.
+        """Apply output tokens that another engine generated to a new request. If a stop condition is met within
+        these tokens, the request finishes.
         """
         for token in tokens:
             request.tokens.append(token)
@@ -171,8 +171,9 @@ class OutputProcessor:
         self._finish(request, "grammar")
 
     def _accept(self, request: Request, logprobs: TokenLogprobs | None, refused: bool) -> None:
-        """Apply the last token of a request: log-probability, text, stop conditions. Finish the request if its output
-        ends. `refused` means that the grammar does not allow the token, so it is dropped and the request fails.
+        """Apply the last token of a request: log-probability, text, stop conditions. Finish the request if its
+        output ends. `refused` means that the grammar does not allow the token. The token is then dropped and the
+        request fails.
         """
         token, params = request.tokens[-1], request.params
         ends = self._is_end(request)
@@ -211,8 +212,8 @@ class OutputProcessor:
 
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
-        """Add a token to the text of a request. Return whether the text now contains a stop text. If the token `ends`
-        the output, it is decoded only if the request sets `include_stop_str_in_output`.
+        """Add a token to the text of a request. Return whether the text now contains a stop text. If the token ends
+        the output (`ends`), it is decoded only if the request sets `include_stop_str_in_output`.
         """
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)

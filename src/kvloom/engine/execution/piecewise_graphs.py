@@ -4,7 +4,8 @@
 
 The work of attention changes from step to step, so attention is launched normally. All other work depends only on
 the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page
-0, and attention skips them. All graphs share their memory, so the tensors of a run are invalid after the next run.
+0, and attention skips them. All graphs share their memory, so the tensors of a step are invalid after the next
+step.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Steps with few tokens take longer on the host than on the device. Graphs are used for steps of up to MARGIN times the
-number of tokens at which both times are equal.
+"""Small steps take longer on the host than on the device. At one number of tokens both times are equal. Graphs are
+used for steps of up to MARGIN times this number.
 """
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Return a context without garbage collection. The collector could destroy an old graph during a capture, and the
-    capture would then fail.
+    """Return a context without garbage collection. During a capture, the collector could destroy an old graph, and
+    the capture would fail.
     """
     before = gc.isenabled()
     gc.disable()
@@ -45,8 +46,8 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens. The sizes are few, and dense enough that steps need
-    little padding."""
+    """Return the graph sizes, in tokens, for steps of up to `tokens` tokens. There are few sizes, but steps still
+    need little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
@@ -87,9 +88,9 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Set the size of the largest step that uses graphs. A step of `tokens` tokens took `host` seconds on the
-        host and `device` seconds on the device. The device is the bottleneck of larger steps, so graphs would not
-        make them faster.
+        """Set the size of the largest step that uses graphs, from one measured step. That step of `tokens` tokens
+        took `host` seconds on the host and `device` seconds on the device. In larger steps the device is the
+        bottleneck, so graphs would not make them faster.
         """
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
@@ -99,8 +100,8 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size for a step. Return 0 if the step has too many tokens, or needs more rows of
-        logits than a graph computes. Each work needs one row, plus one per draft token.
+        """Return the smallest captured size that fits a step. Return 0 if the step has too many tokens, or needs
+        logits at more positions than a graph computes. Each work needs one position, plus one per draft token.
         """
         if sum(work.drafts + 1 for work in works) > len(self._last):
             return 0
@@ -133,8 +134,8 @@ class PiecewiseGraphs:
         return graphs.logits[: len(ends)]
 
     def capture(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size in the memory `pool`. Capture the largest size first, because the others
-        reuse its memory.
+        """Capture the graphs of one size in the memory pool `pool`. Capture the largest size first, because the
+        others reuse its memory.
         """
         stage, device = self._stage, self._stage.device
         self._last.zero_()
@@ -165,8 +166,8 @@ class PiecewiseGraphs:
 
 
 class _Recording:
-    """Records a run of the model as a list of graphs, split at every attention call. Without a `pool`, the run is split
-    but no graph is captured.
+    """Records one execution of the model as a list of graphs, split at every attention call. Without a `pool`, the
+    execution is split but no graph is captured.
     """
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
@@ -218,8 +219,8 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the memory of `x` that does not keep this memory allocated. Later tensors may then reuse the
-    memory.
+    """Return a tensor over the memory of `x` that does not keep this memory allocated. Later tensors may then reuse
+    the memory.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {

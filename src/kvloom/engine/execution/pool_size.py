@@ -1,10 +1,9 @@
-"""The size of an elastic pool. Slabs are mapped and unmapped while requests run, until the pool has its target
-size.
+"""The size of an elastic pool. While requests run, slabs are mapped or unmapped until the pool has its target size.
 
     target ── by `Engine.resize_pool`, or by PoolRule ──▶ PoolSize.approach(), between steps ──▶ slabs mapped or unmapped
 
-Growing takes milliseconds. Shrinking evicts and compacts, then waits for the device. Slabs with pages in use are
-removed later, after requests have finished. No running request is preempted.
+Growing takes milliseconds. Shrinking evicts cached pages, compacts the pool, and waits for the device. Slabs with
+pages in use are removed later, after requests have finished. No running request is preempted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvloom.kernels.memory import ElasticBuffer
 __all__ = ["PoolRule", "PoolSize", "free_device_bytes"]
 
 RETRY_SECONDS = 0.1
-"""Pause in seconds between two attempts to reach a target that pages in use prevent."""
+"""Pause in seconds between two attempts to shrink a pool, if pages in use prevent the target size."""
 
 
 class PoolSize:
@@ -37,7 +36,7 @@ class PoolSize:
         self._cache, self._memory, self._apply_copies = cache, memory, apply_copies
         self._slab = cache.layout.slab_bytes
         self.least = max(1, min_bytes // self._slab)
-        """Smallest number of usable slabs."""
+        """Smallest number of usable slabs. The pool does not shrink below it."""
         self.most = memory.slabs - 1
         """Largest number of usable slabs, limited by the reserved addresses."""
         self.target = cache.usable_slabs
@@ -55,13 +54,13 @@ class PoolSize:
         return self.target == self._cache.usable_slabs
 
     def set_target(self, pool_bytes: int) -> None:
-        """Set the target size, within the limits. The pool changes only when `approach` is called."""
+        """Set the target size, limited to the allowed sizes. The pool changes only when `approach` is called."""
         self.target = min(self.most, max(self.least, pool_bytes // self._slab))
         self._next_attempt = 0.0
 
     def approach(self) -> None:
-        """Grow or shrink towards the target. Call this method between steps. Costs nothing once the target is
-        reached."""
+        """Grow or shrink the pool towards the target. Call this method between steps. Costs nothing once the target
+        is reached."""
         missing = self.target - self._cache.usable_slabs
         if not missing or time.monotonic() < self._next_attempt:
             return
@@ -93,8 +92,8 @@ class PoolSize:
 
 @dataclass(slots=True)
 class PoolRule:
-    """Chooses the size of a pool. A full pool grows by the fraction `GROWTH` at a time. A pool shrinks if it is idle,
-    or if other processes need memory. `keep_free` bytes of device memory stay free for other processes. After
+    """Chooses the size of a pool. A full pool grows by the fraction `GROWTH` at a time. A pool shrinks if it is
+    idle, or if other processes need memory. `keep_free` bytes of device memory stay free for other processes. After
     `idle_seconds` without a request, slabs without pages are unmapped, down to `start_bytes`."""
 
     start_bytes: int
@@ -116,7 +115,7 @@ class PoolRule:
         is_busy: bool,
         free_device: Callable[[], int],
     ) -> int | None:
-        """Return the new size of the pool, or None for no change. Decides at most once per PERIOD."""
+        """Return the new size of the pool in bytes, or None for no change. Decides at most once per PERIOD."""
         if is_busy or self._busy_at is None:
             self._busy_at = now
         if now < self._next:

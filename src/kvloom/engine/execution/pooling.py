@@ -17,8 +17,8 @@ PooledPrompt = tuple[Request, torch.Tensor]
 
 @torch.inference_mode()
 def pool_hidden_states(work: Sequence[Scheduled], states: Sequence[torch.Tensor]) -> list[PooledPrompt]:
-    """Add the hidden states of a step ([tokens, hidden] for each work) to their requests. Return the prompts that are
-    now complete, with their embeddings. Does not wait for the device.
+    """Add the hidden states of a step ([tokens, hidden] for each work) to the sums of their requests. Return the
+    requests whose prompt is now complete, with their embeddings. Does not wait for the device.
 
     If a request computes its prompt again from the first token, its sum of hidden states starts again at zero.
     """

@@ -6,8 +6,8 @@
 | KVLOOM_THREADS, OMP_NUM_THREADS     | that many                                          |
 | neither                             | one less than the usable cores, at least 1         |
 
-Torch's threads synchronise after every operation. If one of them shares its core with the server or a tokenizer, all
-become slow.
+Torch's threads synchronise after every operation. If one thread shares its core with the server or a tokenizer, all
+threads become slow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _from_environment() -> int | None:
     for name in VARIABLES:
         text = os.environ.get(name, "").strip()
         if name == "OMP_NUM_THREADS":
-            text = text.partition(",")[0]  # one number for each nesting level
+            text = text.partition(",")[0]  # the value may list one number for each nesting level
         if not text:
             continue
         if not text.isdecimal() or not 0 < int(text) <= 4096:

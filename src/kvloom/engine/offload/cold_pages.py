@@ -1,17 +1,22 @@
 """Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
 memory.
 
-1. A request may become long if the pool is too small for the request at its largest length. Host memory must then have
+1. A request may become long if the pool is too small for the request at its largest length. Host memory must then
+have
    space for all its full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. The request is long
    from the start if the pool is too small for its prompt, else from its first cold page on. `Scheduler` admits as many
    long requests as fit into host memory.
-2. Only groups with full attention have cold pages. Windows drop their old pages anyway, and a state is one page.
-3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
+2. Only groups with full attention have cold pages. Windows drop their old pages in any case, and a state is one
+page.
+3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a
+request.
    This module copies the pages to host memory and then releases them. The sequence owns the leases of its cold pages
    (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
-4. Layers read the pages in the pool as a shorter sequence. Then they add attention over the cold pages, a part at a time
+4. Layers read the pages in the pool as a shorter sequence. Then they add attention over the cold pages, a part at a
+time
    (`kernels/attention/cold.py`). Keys are stored after rotation, so their positions do not change.
-5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`), and
+5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`),
+and
    all of them stay in host memory like other pages. After a preemption, or for a request with the same prompt, a
    sequence starts after these pages (`find`, `start`). Shorter prompts load the pages.
 6. A long request publishes nothing in the prefix cache, because a path of the radix tree has no gaps.
@@ -92,7 +97,7 @@ class ColdPages:
         self._groups = [g for g in cache.layout.of("token") if not g.spec.visibility.windowed]
         self._saved: dict[
             bytes, int
-        ] = {}  # by the hash of the tokens before it, a position where a long request ended
+        ] = {}  # positions where long requests ended, by the hash of the tokens before them
         self.block_bytes = sum(group.page_stride * group.runs for group in self._groups)
         """Bytes of the pages of one block that can become cold, or 0 if no layer has full attention."""
 
@@ -196,8 +201,8 @@ class ColdPages:
         return None
 
     def start(self, request: Request, found: ColdStart) -> bool:
-        """Let the empty sequence of a request continue at `found.position`, with the leased pages as its cold pages.
-        Waits until the pages that must be in the pool are copied there.
+        """Make the empty sequence of a request continue at `found.position`, with the leased pages as its cold
+        pages. Waits until the pages that must be in the pool are copied there.
 
         Returns True. If the pool lacks pages, releases the leases and returns False.
         """
@@ -209,7 +214,7 @@ class ColdPages:
             found.release()
             return False
         try:
-            self._apply_copies()  # first read evicted pages and move compacted ones: the copies overwrite them
+            self._apply_copies()  # first read evicted pages and move compacted pages, because the copies overwrite them
             pages = self._visible_pages(request, sequence, found.position)
             for (group, _, _, ids), lease in zip(pages, found.visible, strict=True):
                 self._pages.load(group.page_stride, ids, lease.offsets).synchronize()
@@ -242,8 +247,8 @@ class ColdPages:
         return found
 
     def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
-        """Return the blocks whose pages must be in the pool to resume at `position`, for each run of every group. Pages
-        of other blocks can stay cold.
+        """Return the blocks whose pages must be in the pool to resume at `position`, as (group, form, blocks). If a
+        block owns several pages in a group, the group has one entry for each. Pages of other blocks can stay cold.
 
         A windowed group needs the blocks inside the window. A group with full attention needs only a partial last
         block. A state group needs the last block.
@@ -262,8 +267,7 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return the result of `_visible_blocks`. Each item also has the ids of the pages of these blocks in the
-        pool."""
+        """Return the entries of `_visible_blocks`, each with the ids of the pages of these blocks in the pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)

@@ -20,7 +20,7 @@ class Action(Enum):
     NO_FREE_PAGES = "no free pages"
     """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
     RESUME = "resume"
-    """The tail of the prompt is loaded. The request leaves the batch and resumes after the tail."""
+    """The end of the prompt is loaded. The request leaves the batch and resumes after the loaded tokens."""
 
 
 @dataclass(frozen=True, slots=True)

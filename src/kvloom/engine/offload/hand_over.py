@@ -69,7 +69,7 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer to host memory. `first` is the index of their first item in the list of `needed_pages`.
+    """Pages in transfer to host memory. `first` is the index in the list of `needed_pages` of their first item.
     `tier_of` maps the key of each page to the index of the tier queue that loads it.
     """
 
@@ -96,7 +96,7 @@ class HandOver:
     ) -> None:
         self._transfers, self._forms, self._tenant = transfers, forms, tenant
         self._needed, self._peer, self._patience = needed, peer, patience
-        self._found = 0  # entries of `needed` that host memory has, or that are in transfer
+        self._found = 0  # number of entries of `needed` that host memory has, or that are in transfer
         self._pulls: list[_Pull] = []
         self._lookup: TierLookup | None = None
         self._asked: list[list[Page]] = []
@@ -179,7 +179,7 @@ class HandOver:
         objects = self._objects(self._asked[:count], all_runs=True)
         tier_of: dict[bytes, int] = {}
         for one in objects:
-            # A lookup asks for the first run of each group; the other runs are in the same tier.
+            # A lookup asks for the first of the pages that a block owns in a group; the others are in the same tier.
             firsts = Objects(one.block_hashes, one.group, self._forms[one.group][0]).keys
             for key, first in zip(one.keys, firsts, strict=True):
                 if first in lookup.queue_of and key not in self._transfers.host:
@@ -191,8 +191,9 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Convert pages to objects for tiers, by group. Each entry is a list of pages, as in `needed_pages`. With
-        `all_runs`, all runs of a group are included, else only the first.
+        """Convert pages to objects for tiers, by group. Each entry is a list of pages, as in `needed_pages`. A
+        block may own several pages in a group (runs). With `all_runs`, all of them are included, else only the
+        first.
         """
         hashes: dict[int, list[bytes]] = {}
         for entry in entries:

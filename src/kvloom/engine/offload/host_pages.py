@@ -33,8 +33,8 @@ _MIN_CHECKED_BYTES = 32 * 1024
 
 
 def form_of(group: PageGroup, run: int) -> Form:
-    """Return the form of the pages of one run of a layer group. Pages with equal bytes but different layouts have
-    different forms.
+    """Return the form of the pages of a layer group. A block may own several pages in a group, and `run` is the
+    number of the page. Pages with equal bytes but different layouts have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
@@ -190,7 +190,7 @@ class HostPages:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """Let later work on the current stream wait for `event`, on the device."""
+        """Make later work on the current stream wait for `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:

@@ -36,9 +36,10 @@ class Phase(Enum):
     COPYING_HEAD = "copying head"
     """The request waits while its first pages are copied from host memory. This happens at most once."""
     COMPUTING = "computing"
-    """The request runs. It computes the head of its prompt while the tail loads."""
+    """The request runs. It computes the start of its prompt while the end loads."""
     RESUMING = "resuming"
-    """The tail is in host memory. The request waits for the copy into the pool, and resumes after the tail."""
+    """The end of the prompt is in host memory. The request waits for the copy into the pool, and resumes after the
+    loaded tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """For each page of the reservation, whether it is copied: [row, column of the block table]."""
+    """For each page of the reservation, whether it is copied: [block, column of the block table]."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
 
@@ -171,6 +172,6 @@ class LoadJob:
             request.first_loads = len(request.loads)
             if (
                 request.cached_tokens is not None and tokens
-            ):  # the request started with the head of its prompt
+            ):  # the request has already started, and computed the start of its prompt
                 request.cached_tokens += tokens
-                request.pool_miss = None  # the lookup ends after the loaded tail, so the next start records position and reason
+                request.pool_miss = None  # the hit now ends after the loaded tokens, so the next start records position and reason again

@@ -48,8 +48,8 @@ class Estimates:
 
 
 class LoadOrRecompute:
-    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the time
-    that the request has waited, minus the time that computing the loaded tokens would have taken.
+    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the
+    time that the request has waited, minus the time that it would have needed to compute the loaded tokens.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class LoadOrRecompute:
         most `max_lost` seconds.
         """
         if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
-            self._end_wait(self._loaded_at_wait, compute_seconds, now)  # that wait was for the lookup
+            self._end_wait(self._loaded_at_wait, compute_seconds, now)  # the wait so far was for the lookup
         if self._waiting_since is None:
             self._waiting_since, self._loaded_at_wait = now, loaded_from
         return self._lost(loaded_from, compute_seconds, now) <= max_lost
@@ -104,8 +104,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return the function `load` with its results multiplied by a factor: the elapsed time divided by the
-        expected time of the load so far, at least 1.
+        """Return the function `load`, with its results multiplied by a factor of at least 1. The factor is the
+        elapsed time of the load so far, divided by its expected time.
 
         The expected time includes the next `next_tokens` tokens, because they may still be in transfer.
         """
@@ -117,7 +117,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks."""
+        """Return `tokens`, rounded up so that the remaining gap is a whole number of blocks."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

@@ -45,7 +45,7 @@ from .tier_loader import TierLoader
 __all__ = ["OffloadManager", "Step", "WatchedTier"]
 
 MAX_PREFETCH_JOBS = 64
-"""Queued requests are prefetched only while there are fewer load jobs than this."""
+"""The pages of queued requests are prefetched only while there are fewer load jobs than this."""
 IDLE_WAIT_SECONDS = 0.002
 """Longest sleep, in seconds, of a step without work."""
 COPY_WAIT_SECONDS = 0.0002
@@ -213,10 +213,10 @@ class OffloadManager:
         return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide what a running request with uncomputed prompt tokens does in this step.
+        """Decide the action of a running request with uncomputed prompt tokens for this step.
 
-        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
-        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME
+        once the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
         computed and the loaded tokens will be loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
@@ -597,12 +597,12 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job whose request can resume at `resume`. A job that has copied only the head of the prompt continues
-        instead.
+        """End a job whose request can resume at `resume`. A job that has copied only the start of the prompt
+        continues instead.
 
         After the end, the request looks in tiers again only if its cached prefix becomes shorter than `resume`.
         """
-        if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
+        if job.phase is Phase.COPYING_HEAD:  # the end of the prompt is still loading
             job.phase = Phase.WAITING
             return
         self._jobs.pop(job.request, None)

@@ -72,10 +72,11 @@ class PoolLoader:
         return plan.resume - match.resume, self.copy_time.seconds(size)
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pages of the pool for the pages that host memory has of a request, and start the copies. Returns what
-        happened.
+        """Reserve pages of the pool for those pages of a request that host memory has, and start the copies.
+        Returns the result of this attempt.
 
-        `job.copy` is set as soon as pages are reserved. If the call raises after that, the caller must cancel the copy.
+        `job.copy` is set as soon as pages are reserved. If the call raises after that, the caller must cancel the
+        copy.
         """
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []
@@ -102,9 +103,7 @@ class PoolLoader:
             return CopyStart.NOT_WORTH
         started, count = time.monotonic(), sum(len(pages.hashes) for pages in missing)
         leases = []
-        for (
-            pages
-        ) in missing:  # the reservation may evict pages to host memory, which must not replace these pages
+        for pages in missing:  # leased first, because the reservation may evict pages to host memory, and they must not replace these pages
             for form in self._tiers.forms_of(request)[pages.group.index]:
                 leases.append(self.host.acquire(Objects(pages.hashes, pages.group.index, form)))
         reservation = self.cache.loading.reserve(plan)

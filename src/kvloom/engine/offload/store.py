@@ -143,7 +143,7 @@ class PageOffloader:
             batches = [alike[0] if len(alike) == 1 else _joined(alike) for alike in queued.values()]
             for batch in sorted(
                 batches, key=self._age, reverse=True
-            ):  # older pages must not wait for younger ones
+            ):  # older pages must not wait for younger pages
                 self._offload(batch, is_unchanged)
         self.poll()
 

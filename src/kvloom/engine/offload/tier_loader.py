@@ -31,7 +31,7 @@ from .throughput import TimeModel, meeting_point
 __all__ = ["Forms", "TierLoader"]
 
 Forms = dict[int, list[Form]]
-"""The forms of the runs of each layer group, by group."""
+"""The forms of a layer group's pages, by group. There is one form for each page that a block owns in the group."""
 MIN_GAIN = 0.05
 """The end of a prompt is loaded only if at least this fraction of the missing tokens need not be computed."""
 MIN_CHUNKS = 32
@@ -71,7 +71,8 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the pages of a query as objects for tiers. Only the first run of the layer group is included."""
+        """Return the pages of a query as objects for tiers. If a block owns several pages in the layer group, only
+        the first is included."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
@@ -158,7 +159,7 @@ class TierLoader:
             return loaded_from - job.computed_to
         load, max_lost = self._load_seconds(job), self._max_lost_seconds(job)
         if not plan.match.control.store:
-            # Computed pages do not stay cached, so the request cannot resume after a loaded tail.
+            # Computed pages do not stay cached, so the request cannot resume after loaded tokens.
             is_faster = (
                 not compute or not load or load(job.computed_to) < compute(loaded_from - job.computed_to)
             )
@@ -229,7 +230,7 @@ class TierLoader:
                 self._request_chunk(job, missing, chunk, (b + 1) * block)
                 chunk, requested = [], bytes_from[b + 1]
             if bytes_from[b] > MAX_HOST_SHARE * self.transfers.host.capacity:
-                first = (b + 1) * block  # more pages would evict pages that arrive before them
+                first = (b + 1) * block  # with more pages, host memory would evict pages that arrived earlier
                 break
             chunk += by_block.get(b, [])
         if chunk:
@@ -237,12 +238,12 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
-        computed from its start. The result is halfway from the cached prefix to the position where both are expected
-        to meet.
+        computed from its start. The result is halfway from the cached prefix to the position where both are
+        expected to meet.
 
-        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan, so nothing is
-        loaded. If the request can wait or must not be stored, or if too little was measured, returns the end of the
-        cached prefix, so all missing pages are loaded.
+        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan. Nothing is
+        loaded then. Returns the end of the cached prefix if the request can wait or must not be stored, or if too
+        little was measured. All missing pages are loaded then.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -356,6 +357,7 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers, one batch of objects per run of the pages' layer group."""
+        """Return missing pages as objects for tiers. There is one batch for each page that a block owns in the
+        layer group."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

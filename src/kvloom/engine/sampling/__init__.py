@@ -2,7 +2,7 @@
 `SamplingRequest` part of a request.
 
     params.py            SamplingParams: sampling parameters of a request
-    sampler.py           Sampler: one token for each row of logits
+    sampler.py           Sampler: one token for each position with logits
     logit_processors.py  penalties, biases and masks
     noise.py             random noise that depends on the request's seed only
     logprobs.py          Logprobs: log-probabilities, on the device and as dictionaries

@@ -46,7 +46,7 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that continues `slot` with one more token from its `candidates`."""
+    """A beam that continues `slot` with one more token of its `candidates`."""
 
     slot: S
     token: int
@@ -117,7 +117,7 @@ class BeamSearch(Generic[S]):
         return len(self._offered) == len(self.live)
 
     def decide(self) -> list[Successor[S]]:
-        """Return the beams of the next depth. An empty list means that the search is over."""
+        """Return the beams that continue, each with one more token. An empty list means that the search is over."""
         params = self.slots[0].params
         width, length = params.beam_width, self.live[0].output_count + 1
         early = length <= params.min_tokens

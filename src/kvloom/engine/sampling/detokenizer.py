@@ -32,7 +32,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt[-CONTEXT:])
-        self._before = len(self._ids)  # tokens whose text was returned
+        self._before = len(self._ids)  # number of tokens whose text was returned
         self._prefix = self._decode(self._ids)
         if BROKEN in (self._prefix[:1], self._prefix[-1:]):
             self._align(prompt)
@@ -101,7 +101,7 @@ class TextStream:
         self._stops, self._include = tuple(stops), include_stop
         self._parts: list[str] = []
         self._held = ""
-        self._taken = 0  # parts that `take` returned
+        self._taken = 0  # number of parts that `take` has returned
         self.stopped: str | None = None
 
     @property

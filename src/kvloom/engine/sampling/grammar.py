@@ -41,7 +41,8 @@ __all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Gram
 FAST_COMPILES = 2
 """Number of grammars that compile at the same time."""
 FAST_SECONDS = 0.5
-"""A compilation that takes longer than this many seconds continues at the lowest priority, and the next one starts."""
+"""A compilation that takes longer than this many seconds continues at the lowest priority, and the next compilation
+starts."""
 SLOW_COMPILES = 4
 """Largest number of compilations at the lowest priority. If there are more, one of them fails."""
 LATE_SECONDS = 0.1
@@ -57,11 +58,11 @@ of MOST_GRAMMARS.
 UNUSED_SECONDS = 1.0
 """Seconds for which an unused grammar stays compiled, because its request may be about to start."""
 TOTAL_MEMORY = 8
-"""Memory limit of all grammars together, as a multiple of the limit of one."""
+"""Memory limit of all grammars together, as a multiple of the limit of one grammar."""
 QUEUE_SECONDS = 30.0
 START_SECONDS = 120.0
 MOST_REFUSED = 1024
-"""Number of failures that are remembered. A remembered grammar is refused at once."""
+"""Number of failed grammars that are remembered. Such a grammar is refused at once."""
 QUIET = {
     "MALLOC_ARENA_MAX": "2",
     "RAYON_NUM_THREADS": "1",
@@ -157,7 +158,7 @@ class GrammarState:
         return not self.failed and self._accepts
 
     def fork(self) -> GrammarState:
-        """Return an independent copy of this state."""
+        """Return a copy of this state. Later changes of one do not affect the other."""
         self._settle()
         other = GrammarState(self.grammar, self.grammar.next_key(), self.mask, self._done, self._accepts)
         other._error = self._error
@@ -274,7 +275,8 @@ class Grammar:
             self.send({"do": operations}, asking)
 
     def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
-        """Send a frame. If the socket does not accept all bytes now, `write` sends the rest later."""
+        """Send a frame. `asking` are the states that wait for the answer. If the socket does not accept all bytes
+        now, `write` sends the rest later."""
         body = json.dumps(asked).encode()
         self.sent.append((time.monotonic(), asking))
         self.unsent += FRAME.pack(len(body), 0) + body
@@ -489,8 +491,8 @@ class Grammars:
             grammar.text = None
 
     def _make_place(self) -> bool:
-        """End unused grammars while there are too many processes or too much memory is used. Return whether one
-        more grammar may start.
+        """End unused grammars while there are too many processes, or while too much memory is used. Return whether
+        one more grammar may start.
         """
         now = time.monotonic()
         used = sum(grammar.bytes for grammar in self._live.values())
@@ -526,7 +528,7 @@ class Grammars:
         for grammar in list(self._live.values()):
             waited = now - max(grammar.sent[0][0], self._parent.ready_at) if grammar.sent else 0.0
             if waited > self.limits.wall:
-                # It has used less CPU time than allowed, because other work used the CPU.
+                # The process has used less CPU time than allowed, because other work used the CPU.
                 self._end(grammar, f"it has no answer after {waited:.0f} s; {self._limits_text()}", busy=True)
             elif not grammar.ready and waited > FAST_SECONDS and grammar in self._fast:
                 self._fast.remove(grammar)

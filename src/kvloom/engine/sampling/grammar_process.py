@@ -46,7 +46,7 @@ PARALLEL_MASKS = 8
 """If a frame has at least this many masks, threads share the work."""
 THREADS = 4
 SHARED_LIMIT = 32
-"""Number of operations in a frame that one CPU limit covers; larger frames get proportionally more time."""
+"""One CPU limit applies to this many operations of a frame. Larger frames get proportionally more time."""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Whitespace that JSON may contain, unless the schema sets it. If any whitespace were allowed, a small model might
 generate only spaces."""
@@ -63,7 +63,7 @@ def memory_used() -> int:
 
 def main(control_fd: int, source_fd: int) -> None:
     """Load the tokenizer, then fork a child for each grammar until the engine closes the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the engine has drained
+    for number in (signal.SIGINT, signal.SIGTERM):  # this process ends when the engine has drained
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     control = socket.socket(fileno=control_fd)
@@ -79,7 +79,7 @@ def main(control_fd: int, source_fd: int) -> None:
     words = -(-tokenizer.vocab_size // 32)
     control.sendall(NEWS.pack(b"R", words, 0))
     gc.collect()
-    gc.freeze()  # children share these pages, so the garbage collector must not write to them
+    gc.freeze()  # children share this memory, so the garbage collector must not write to it
     seconds, memory = float(given["seconds"]), int(given["memory"])
     _parent(control, lambda link: _Child(link, tokenizer, words, seconds, memory).serve())
 

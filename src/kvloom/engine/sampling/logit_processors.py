@@ -93,8 +93,8 @@ def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) ->
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Set the logits of some tokens of some rows to minus infinity, in place, so that these tokens are never
-    sampled."""
+    """Set the logits of some tokens to minus infinity, in place, so that these tokens are never sampled. `rows` has
+    pairs of a tensor row of `logits` and its masked tokens."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:
@@ -102,8 +102,8 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """In `rows`, mask all tokens whose bit is not set, in place. A word of `bits` ([rows, words]) has the bits of
-    32 tokens. Tokens beyond the last word are masked.
+    """In the tensor rows `rows` of the logits, mask all tokens whose bit is not set, in place. A word of `bits`
+    ([rows, words]) has the bits of 32 tokens. Tokens beyond the last word are masked.
     """
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)

@@ -25,10 +25,10 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities for `rows` of a step: the sampled tokens, their values and ranks ([rows]).
+    """Log-probabilities for some requests of a step (`rows`): the sampled tokens, their values and ranks ([rows]).
 
     `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number of top
-    tokens that each row requested.
+    tokens that each request asked for.
     """
 
     rows: tuple[int, ...]
@@ -70,8 +70,8 @@ class Logprobs:
         return Logprobs(self.rows, self.counts, *map(copy, tensors))
 
     def read(self) -> list[TokenLogprobs]:
-        """Return one dictionary per row. Call this method on the result of `to_host` after the copy is done. Does
-        not wait."""
+        """Return one dictionary per request. Call this method on the result of `to_host` after the copy is done.
+        Does not wait."""
         result: list[TokenLogprobs] = []
         rows = zip(
             self.counts,

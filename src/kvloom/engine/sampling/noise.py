@@ -1,10 +1,10 @@
 """Random noise, computed as a hash of (seed, token count, vocabulary index).
 
-    seed, count ──host──▶ two words a row ──device──▶ hash with each index ──▶ Gumbel noise [rows, vocabulary]
+    seed, count ──host──▶ two words per request ──device──▶ hash with each index ──▶ Gumbel noise [requests, vocabulary]
 
-The maximum of logits + Gumbel noise is a sample from the softmax of the logits. The sample of a row therefore does
-not depend on the batch, its index in the batch, or the device. All operations except the last use integers. The
-functions do not wait for the device.
+The maximum of logits + Gumbel noise is a sample from the softmax of the logits. The sample of a request therefore
+does not depend on the batch, its index in the batch, or the device. All operations except the last use integers.
+The functions do not wait for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MASK = (1 << 64) - 1
 
 
 def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return two words per row ([rows, 2]), computed from its seed (any integer) and its number of sampled tokens."""
+    """Return two words per request ([requests, 2]), computed from its seed (any integer) and its number of sampled
+    tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
     # A seed of zero must have an effect. The second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
@@ -37,9 +38,8 @@ def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
 
 
 def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """Return finite Gumbel noise ([rows, indexes], float32) from `row_words` and `index_words`.
-
-    `indexes` has one row for all rows, or one row for each."""
+    """Return finite Gumbel noise ([requests, indexes], float32). `rows` is the result of `row_words`. `indexes` is
+    the result of `index_words`, the same for all requests or a separate line for each."""
     words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
     for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)

@@ -1,4 +1,5 @@
-"""Samples tokens from logits for all rows at once. Does not wait for the device.
+"""Samples tokens from logits for all requests at once. Does not wait for the device. A row of the logits belongs to
+one request, or to one draft position of a request.
 
     logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
                                                            └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
@@ -36,8 +37,8 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""Possible numbers of most likely tokens to sort. A row uses the smallest width that is at least twice its `top_k`.
-Tokens whose logit equals that of the last allowed token then also fit.
+"""Possible numbers of most likely tokens to sort. A request uses the smallest width that is at least twice its
+`top_k`. Tokens whose logit equals the logit of the last allowed token then also fit.
 """
 
 
@@ -58,8 +59,8 @@ class SamplingRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step ([rows], int64), and the log-probabilities of rows that request them. Both are on the
-    device of the logits.
+    """The sampled tokens of a step ([rows of logits], int64), and the log-probabilities for requests that want
+    them. Both are on the device of the logits.
     """
 
     tokens: torch.Tensor
@@ -68,10 +69,11 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are sampled in the same way: from the `width` most likely tokens or, if `width` is None, from all
-    tokens without sorting.
+    """Requests that are sampled in the same way: from the `width` most likely tokens or, if `width` is None, from
+    all tokens without sorting.
 
-    The width of a row depends only on its own parameters. Sums are therefore rounded in the same way in any batch.
+    The width of a request depends only on its own parameters. Sums are therefore rounded in the same way in any
+    batch.
     """
 
     width: int | None
@@ -85,8 +87,8 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the sampler handles one set of requests: which rows need which processing, and the tensors for it. The plan
-    is reused while the set stays the same."""
+    """How the sampler handles one set of requests: which requests need which processing, and the tensors for it.
+    The plan is reused while the set stays the same."""
 
     requests: list[SamplingRequest]
     vocabulary: int
@@ -104,7 +106,7 @@ class _Plan:
 
 
 class Sampler:
-    """Samples the next token of each row. `eos` are the end-of-sequence tokens."""
+    """Samples the next token of each request. `eos` are the end-of-sequence tokens."""
 
     def __init__(self, eos: Iterable[int] = ()) -> None:
         self.eos = tuple(eos)
@@ -172,7 +174,7 @@ class Sampler:
         return changed
 
     def _tokens(self, changed: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return the most likely token of each greedy row, and a sampled token of each other row."""
+        """Return the most likely token of each greedy request, and a sampled token of each other request."""
         draws = plan.draws
         if len(draws) == 1 and draws[0].rows is None:
             return self._drawn(changed, draws[0], plan, counts)
@@ -200,7 +202,7 @@ class Sampler:
         return changed
 
     def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return a sampled token for each row of `draw`."""
+        """Return a sampled token for each request of `draw`."""
         noisy, ids = self._noisy(changed, draw, plan, counts)
         if ids is None:
             return noisy.argmax(-1)
@@ -243,7 +245,7 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return, for each row, the smallest logit of a token that the row may sample ([rows, 1]). It follows from the
+    """Return, for each request, the smallest logit of a token that it may sample ([rows, 1]). It follows from the
     sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have this logit, all of them may be sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
@@ -292,8 +294,8 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return `rows`, and a mask for each of these rows: one bit per token, which is set if the row may sample the
-    token.
+    """Return `rows`, and a mask for each of these requests: one bit per token, which is set if the request may
+    sample the token.
     """
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
@@ -312,7 +314,7 @@ def _bad_tokens(request: SamplingRequest) -> list[int]:
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """Yield the sampled rows, grouped by the number of most likely tokens to sort."""
+    """Yield the requests that are sampled, grouped by the number of most likely tokens to sort."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:
@@ -344,5 +346,6 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index tensor. Return None if there are no rows, or if they are all rows."""
+    """Return the row numbers `rows` as an index tensor. Return None if the list is empty, or if it contains all
+    `count` rows."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

@@ -79,14 +79,14 @@ class Admission:
         running: Iterable[Request],
         loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Return whether a request with `cached` tokens fits into the pool beside the running and the `loading`
-        requests.
+        """Return whether a request with `cached` tokens fits into the pool together with the running and the
+        `loading` requests.
 
-        `loading` contains requests that wait for copies into the pool, each with the number of tokens for which it has
-        reserved pages.
+        `loading` contains requests that wait for copies into the pool, each with the number of tokens for which it
+        has reserved pages.
 
-        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1 µs
-        more per running request.
+        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1
+        µs more per running request.
         """
         if self._projections is None:
             running = list(running)

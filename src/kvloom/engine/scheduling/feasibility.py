@@ -17,8 +17,8 @@ from kvloom.engine.request import Request
 __all__ = ["Feasibility"]
 
 RESIDENT_BLOCKS = 2
-"""Blocks with full attention that a long request must have in the pool: the block that it writes, and the one before
-it.
+"""Blocks with full attention that a long request must have in the pool: the block that it writes, and the block
+before it.
 """
 
 

@@ -94,10 +94,12 @@ class Scheduler:
         self._several = len(cache.inspect.accounts) > 1
         self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
         """Limits the tokens of a step. None with one tenant."""
-        self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several
+        self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several tenants
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
-        self._settling: list[Scheduled] = []  # those in the work of the step that is being launched
+        self._settling: list[
+            Scheduled
+        ] = []  # the unsettled requests in the work of the step that is being launched
         self._paused = 0  # running requests that wait for pages in this step
         self._decode_turns = 0  # tokens of steps that left decoding requests out
         self._feasibility = Feasibility(cache, token_budget, offload)
@@ -580,8 +582,8 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let `child` continue `request` on the same pages. If no row or state page is free, the child waits and
-        recomputes the tokens.
+        """Make `child` continue `request` on the same pages. If the cache has no free sequence or state page, the
+        child waits and recomputes the tokens.
         """
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
@@ -604,7 +606,7 @@ class Scheduler:
             if slot is not successor.slot:
                 slot.tokens = list(successor.slot.tokens)
                 self.fork(successor.slot, slot)
-            elif slot.sequence is None:  # it was preempted while it waited for the other beams
+            elif slot.sequence is None:  # the beam was preempted while it waited for the other beams
                 self._queue.push(slot)
         all_logprobs = [successor.logprobs for _, successor in seats]  # read before the slots change
         for (slot, successor), logprobs in zip(seats, all_logprobs, strict=True):
@@ -692,7 +694,8 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
     ) -> None:
-        """Schedule one token of each decoding request. `rows` are the rows of their sequences."""
+        """Schedule one token of each decoding request. `rows` are the row numbers of their sequences in the block
+        tables."""
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case
@@ -735,7 +738,9 @@ class Scheduler:
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
         if request.is_long and len(self.running) > 1 and self.admission is not None:
-            near = most = min(most, self.admission.resident_tokens // 2)  # others need pages in this step
+            near = most = min(
+                most, self.admission.resident_tokens // 2
+            )  # other requests need pages in this step
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
         count = (

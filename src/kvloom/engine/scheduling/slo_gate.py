@@ -65,7 +65,7 @@ class SloGate:
         """Decide whether a request with an objective is admitted, deferred or refused. A refused request gets the
         reason.
 
-        `limits` are the maximum prompt tokens and requests of a step. A deferred request is held here, and so is a
+        `limits` are the maximum prompt tokens and requests of a step. The gate holds a deferred request, and also a
         request whose lookup in tiers is not complete.
         """
         slo, now = request.slo, self._cache.clock.now()

@@ -83,7 +83,7 @@ class WaitingQueue:
 
     @property
     def length(self) -> int:
-        """Number of queued requests, including finished ones. O(tenants)."""
+        """Number of queued requests, including finished requests. O(tenants)."""
         return sum(len(tenant.heap) for tenant in self._active)
 
     @property
@@ -141,7 +141,7 @@ class WaitingQueue:
         ]
 
     def set_loading(self, request: Request, next_block: NextBlock | None) -> None:
-        """Let a request wait for pages, including those of `next_block`."""
+        """Make a request wait for pages, including the pages of `next_block`."""
         self._loading.append((request, next_block))
         self._loading_blocks.add(next_block)
 

@@ -1,4 +1,5 @@
-"""Speculative decoding: proposers guess draft tokens, one step verifies them, and a controller decides how many to use.
+"""Speculative decoding: proposers guess draft tokens, one step verifies them, and a controller decides how many to
+use.
 
     draft.py         Draft: the tokens that a proposer guesses, as a chain or a tree
     proposer.py      Proposer: the interface of everything that proposes drafts
@@ -11,7 +12,7 @@
     speculation.py   Speculation: the engine's entry; counters
 
 A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Draft tokens are
-accepted up to the first one that differs from the sample. A draft may be a tree, of which one path is accepted. The
+accepted up to the first token that differs from the sample. A draft may be a tree, of which one path is accepted. The
 sampler's noise depends on seed, position and token only, so the output is the same as without speculation, greedy or
 sampled. See docs/speculation.md.
 
@@ -24,7 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .controller import Acceptance, Controller, StepCosts
+    from .controller import Acceptance, Controller, Estimate, StepCosts
     from .draft import NO_DRAFT, Draft
     from .draft_model import DraftModelProposer, load_draft
     from .head import HeadProposer, load_head
@@ -43,6 +44,7 @@ __all__ = [
     "DraftPosition",
     "DraftRunner",
     "DraftedRequest",
+    "Estimate",
     "HeadProposer",
     "NGramProposer",
     "Proposer",
@@ -59,7 +61,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "controller": ("Acceptance", "Controller", "StepCosts"),
+    "controller": ("Acceptance", "Controller", "Estimate", "StepCosts"),
     "draft": ("NO_DRAFT", "Draft"),
     "draft_model": ("DraftModelProposer", "load_draft"),
     "head": ("HeadProposer", "load_head"),

@@ -1,35 +1,38 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
-    cost        the measured seconds of decode steps of each size, and of a proposer per draft token
-    acceptance  the probability that one more draft token is accepted: a moving average for each request and proposer.
-                For drafts with estimated chances (trees of heads), the accepted tokens divided by the sum of the chances
+    cost        the measured seconds of decode steps of each size, and of a proposer's drafts
+    estimate    the probability that a proposer has a draft for a request, and that one more draft token is accepted:
+                moving averages for each request and proposer. For trees of heads, the accepted tokens divided by the
+                sum of the chances that the head gives to the nodes
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
-A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token, and
-the controller turns speculation off. It decides again after PROBE_STEPS steps, and earlier if the number of requests
-or their acceptance has changed.
+A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token,
+and the controller turns speculation off. It also turns off a proposer that seldom has a draft. While a proposer is
+on, the engine waits for the tokens of each step before it launches the next step. The controller decides again if
+the number of requests or the estimates have changed.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from .draft import Draft
 
-__all__ = ["Acceptance", "Controller", "StepCosts"]
+__all__ = ["Acceptance", "Controller", "Estimate", "StepCosts"]
 
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""After this many steps without drafts, one step tries drafts again. After this many steps with drafts, one step runs
-without drafts, so that its time is measured.
+"""After this many steps without drafts, one step tries drafts of a draft model or head again. After this many steps
+with drafts, MEASURED_STEPS steps run without drafts, so that their time is measured.
 """
+MEASURED_STEPS = 3
 REVIEW_STEPS, RISE = 8, 0.1
-"""While a proposer is off, the mean acceptance is compared every REVIEW_STEPS steps. If it is higher by RISE, the
+"""While a proposer is off, the estimates are compared every REVIEW_STEPS steps. If they are higher by RISE, the
 controller decides again.
 """
 PRIOR = 0.7
@@ -42,44 +45,88 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 """Step sizes in tokens for which an average time is stored. Times of other sizes are interpolated."""
 
 
+@dataclass(slots=True)
+class Estimate:
+    """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
+    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages. For drafts
+    with `chances`, `chance` is the number of accepted tokens divided by the sum of the chances.
+    `unused` has the position and the tokens of a draft that no step verifies. A review compares it with the output
+    instead.
+    """
+
+    chance: float = PRIOR
+    found: float = 1.0
+    unused: tuple[int, list[int]] | None = None
+
+    @property
+    def value(self) -> float:
+        """The probability that a request gets a draft and that the first token of the draft is accepted."""
+        return self.found * self.chance
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Add a measurement: `accepted` of `drafted` tokens were accepted. 0 drafted tokens mean that the proposer had
+        no draft. Draft tokens after the first rejected token do not count.
+        """
+        self.found += WEIGHT * ((drafted > 0) - self.found)
+        if drafted:
+            tried = min(drafted, accepted + 1)
+            self.chance += (1 - (1 - WEIGHT) ** tried) * (accepted / tried - self.chance)
+
+    def observe_tree(self, expected: float, accepted: int) -> None:
+        """Add a measurement of a draft with chances. `expected` is the sum of the chances."""
+        self.found += WEIGHT * (1 - self.found)
+        share = accepted / max(expected, LEAST)
+        self.chance += (1 - (1 - WEIGHT) ** expected) * (share - self.chance)
+
+
 class Acceptance:
-    """Estimates of acceptance: the probability that one more draft token is accepted. Each request has an estimate for
-    each proposer. A new request starts with the average of the proposer. Estimates are moving averages.
+    """The estimates of each request for each proposer. A new request starts with the estimate of the proposer, which is
+    the average over all requests.
     """
 
     def __init__(self) -> None:
-        self._overall: dict[str, float] = {}
+        self._overall: dict[str, Estimate] = {}
 
-    def of(self, known: dict[str, float], proposer: str) -> float:
+    def knows(self, proposer: str) -> bool:
+        """Whether there was any measurement of a proposer."""
+        return proposer in self._overall
+
+    def of(self, known: dict[str, Estimate], proposer: str) -> Estimate:
         """Return the estimate for a request. `known` contains the request's own estimates, by proposer."""
-        return known.get(proposer, self._overall.get(proposer, PRIOR))
+        return known.get(proposer) or self._overall.get(proposer) or UNTRIED
 
-    def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
-        """Update the estimates of the request (`known`) and of the proposer: `accepted` of `drafted` tokens were
-        accepted.
+    def observe(self, known: dict[str, Estimate], proposer: str, drafted: int, accepted: int) -> None:
+        """Add a measurement (see `Estimate.observe`) to the estimates of the request (`known`) and of the proposer."""
+        self.own(known, proposer).observe(drafted, accepted)
+        self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
 
-        Draft tokens after the first rejected token do not count.
-        """
-        tried = min(drafted, accepted + 1)
-        share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
-        for estimates in (known, self._overall):
-            before = estimates.get(proposer, self._overall.get(proposer, PRIOR))
-            estimates[proposer] = before + weight * (share - before)
+    def observe_draft(self, known: dict[str, Estimate], proposer: str, draft: Draft, accepted: int) -> None:
+        """Add the measurement of a verified draft, like `observe`."""
+        if not draft.chances:
+            self.observe(known, proposer, len(draft.tokens), accepted)
+            return
+        self.own(known, proposer).observe_tree(sum(draft.chances), accepted)
+        self._overall.setdefault(proposer, Estimate()).observe_tree(sum(draft.chances), accepted)
 
-    def observe_chances(self, known: dict[str, float], proposer: str, expected: float, accepted: int) -> None:
-        """Update the estimates like `observe`, for a draft whose estimated chances have the sum `expected`. The estimates
-        are then the accepted tokens divided by the expected tokens."""
-        share, weight = accepted / max(expected, LEAST), 1 - (1 - WEIGHT) ** expected
-        for estimates in (known, self._overall):
-            before = estimates.get(proposer, self._overall.get(proposer, PRIOR))
-            estimates[proposer] = before + weight * (share - before)
+    def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
+        """Return the estimate of a request (`known`). A request without an estimate gets the estimate of the
+        proposer."""
+        if proposer not in known:
+            known[proposer] = replace(self._overall.setdefault(proposer, Estimate()))
+        return known[proposer]
+
+
+UNTRIED = Estimate()
 
 
 class StepCosts:
-    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`."""
+    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`. Sizes that were not
+    measured have the times of `others`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, others: StepCosts | None = None) -> None:
         self._seconds: dict[int, float] = {}
+        self._others = others
 
     def observe(self, tokens: int, seconds: float) -> None:
         size = SIZES[max(0, bisect_right(SIZES, tokens) - 1)]
@@ -90,101 +137,127 @@ class StepCosts:
             self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
 
     def knows(self, tokens: int) -> bool:
-        """Whether a step of about this size was measured."""
+        """Return whether a step of about this size was measured."""
         return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
 
     def seconds(self, tokens: int) -> float:
         """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
         Between measured sizes the time is interpolated. Beyond the largest measured size, it is assumed to grow
-        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller one."""
-        known = sorted(self._seconds)
+        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller step."""
+        measured = self._seconds if self._others is None else self._others._seconds | self._seconds
+        known = sorted(measured)
         if not known:
             return 0.0
         at = bisect_right(known, tokens)
         if not at:
-            return self._seconds[known[0]]
+            return measured[known[0]]
         low = known[at - 1]
-        below = self._seconds[low]
+        below = measured[low]
         if at == len(known):
-            # Unknown: assume that half of the time grows with the tokens, so that it is tried and measured.
+            # Not measured: assume that half of the time grows with the tokens, so that this size is tried and measured.
             return below * (1 + 0.25 * (tokens - low) / max(low, 8))
         high = known[at]
-        above = max(below, self._seconds[high])
+        above = max(below, measured[high])
         return below + (above - below) * (tokens - low) / (high - low)
 
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that the controller turned off. It has the number of steps since then, and the number and mean
-    acceptance of the requests at that time."""
+    """A proposer that is off: the number of steps since then, and the number of requests and the mean value of their
+    estimates when it was turned off."""
 
     requests: int
-    acceptance: float
+    value: float
     steps: int = 0
 
 
 class Controller:
-    """Decides the draft lengths of a step, for each proposer."""
+    """Decides the draft lengths of a step, for each proposer.
 
-    def __init__(self) -> None:
-        self.costs, self.acceptance = StepCosts(), Acceptance()
+    `lookups` are the proposers that need no device. Their drafts are compared with the output while they are off
+    (`review`). Other proposers are tried every PROBE_STEPS steps instead.
+    """
+
+    def __init__(self, lookups: Iterable[str] = ()) -> None:
+        self.costs = StepCosts()
+        """Seconds of plain steps. On a GPU the next step is launched before the tokens arrive."""
+        self._waiting = StepCosts(
+            self.costs
+        )  # seconds of steps that the engine waits for, with or without drafts
+        self.acceptance = Acceptance()
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
-        self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
+        self._lookups = frozenset(lookups)
+        self._proposing: dict[str, float] = {}  # seconds per request of a lookup, else per draft token
         self._chances: dict[str, list[float]] = {}  # mean chances of the nodes of trees, by rank
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
+        self._measuring = 0  # steps that still run without drafts
 
     @property
     def wants_drafts(self) -> bool:
         """Whether the next step may have drafts. If so, the engine waits for the tokens of the previous step."""
-        return not self.reasons or any(
-            name not in self._off or self._off[name].steps >= PROBE_STEPS for name in self.reasons
-        )
+        if self._measuring:
+            return False
+        return not self.reasons or any(not self._is_off(name) for name in self.reasons)
 
-    def step_begins(self, estimates: Sequence[dict[str, float]]) -> None:
-        """Count a step. The controller decides again about a proposer that is off in two cases: the number of
-        requests has doubled or halved, or their mean acceptance has risen by RISE. `estimates` are the estimates of
-        each request, by proposer."""
-        self._since_plain += 1
-        count = len(estimates)
+    def _is_off(self, proposer: str) -> bool:
+        off = self._off.get(proposer)
+        return off is not None and (proposer in self._lookups or off.steps < PROBE_STEPS)
+
+    def step_begins(self, estimates: Sequence[dict[str, Estimate]]) -> list[str]:
+        """Count a step. Return the lookups that should be reviewed now. `estimates` are the estimates of each request,
+        by proposer.
+
+        If the number of requests has doubled or halved, or if the mean value of their estimates has risen by RISE, the
+        controller decides again about a proposer that is off."""
+        self._since_plain = self._since_plain + 1 if self.wants_drafts else 0
+        self._measuring = max(0, self._measuring - 1)
+        count, due = len(estimates), []
         for name, off in list(self._off.items()):
             off.steps += 1
             if not count:  # only prompts run
                 continue
-            changed = count > 2 * off.requests or 2 * count < off.requests
-            if not changed and off.steps % REVIEW_STEPS == 0:
-                mean = sum(self.acceptance.of(known, name) for known in estimates) / count
-                changed = mean > off.acceptance + RISE
-            if changed:
+            if count > 2 * off.requests or 2 * count < off.requests:
                 del self._off[name]
+            elif off.steps % REVIEW_STEPS == 0:
+                self.review(name, sum(self.acceptance.of(known, name).value for known in estimates) / count)
+                if name in self._off and name in self._lookups:
+                    due.append(name)
+        return due
+
+    def review(self, proposer: str, value: float) -> None:
+        """Decide again about a proposer that is off, if its `value` (see `Estimate`) has risen by RISE."""
+        off = self._off.get(proposer)
+        if off is not None and value > off.value + RISE:
+            del self._off[proposer]
 
     def lengths(
         self,
         proposer: str,
-        chances: Sequence[float],
+        estimates: Sequence[Estimate],
         most: Sequence[int],
         rows: int,
         others: int,
         replays: bool = False,
     ) -> list[int]:
-        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
-        the step should run without drafts.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or
+        if the step should run without drafts.
 
-        `chances` are the acceptances of the requests, and `most` their longest possible drafts. All drafts together
-        have at most `rows` tokens. `others` is the number of tokens of other requests in the step. `replays` states
-        that recurrent layers compute accepted tokens again in the next step.
+        `estimates` has the estimate of each request, and `most` the length of its longest possible draft. All
+        drafts together have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
+        `replays` states that recurrent layers compute accepted tokens again in the next step.
         """
-        count, plain = len(chances), len(chances) + others
+        count, plain = len(estimates), len(estimates) + others
         none = [0] * count
         if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
-            self._since_plain = 0
+            self._since_plain, self._measuring = 0, MEASURED_STEPS
             self.reasons.setdefault(proposer, "nothing is measured yet")
             return none
-        probes = proposer in self._off
-        if probes and self._off[proposer].steps < PROBE_STEPS:
+        if self._is_off(proposer):
             return none
+        probes = proposer in self._off
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
         best, best_rate = none, rate
@@ -192,41 +265,57 @@ class Controller:
         for length in LENGTHS:
             if length > max(most, default=0) and best_rate > rate:
                 break
-            pairs = zip(chances, most, strict=True)
+            drafts = [min(length, n) for n in most]
             if by_rank is None:
-                drafts = self.share([_worth(chance, min(length, n)) for chance, n in pairs], rows)
-                gained = sum(_expected(chance, n) for chance, n in zip(chances, drafts, strict=True))
-                runs = max(drafts, default=0)
+                drafts = [_worth(one.chance, n) for one, n in zip(estimates, drafts, strict=True)]
+            drafts = self.share(drafts, rows)
+            pairs = list(zip(estimates, drafts, strict=True))
+            if by_rank is None:
+                gained = sum(one.found * _expected(one.chance, n) for one, n in pairs)
             else:
-                drafts = self.share([min(length, n) for _, n in pairs], rows)
-                gained = sum(chance * sum(by_rank[:n]) for chance, n in zip(chances, drafts, strict=True))
-                runs = 1  # the size of a tree hardly changes the time to propose it
-            seconds = self.costs.seconds(plain + sum(drafts) + (round(gained) if replays else 0))
-            seconds += self._proposing.get(proposer, 0.0) * runs
+                gained = sum(one.found * one.chance * sum(by_rank[:n]) for one, n in pairs)
+            tokens = plain + sum(one.found * n for one, n in pairs) + (gained if replays else 0)
+            seconds = self._waiting.seconds(round(tokens))
+            units = count if proposer in self._lookups else max(drafts, default=0)
+            if by_rank is not None:
+                units = 1  # the size of a tree hardly changes the time to propose it
+            seconds += self._proposing.get(proposer, 0.0) * units
             if seconds and (plain + gained) / seconds > best_rate:
                 best, best_rate = drafts, (plain + gained) / seconds
-        mean = sum(chances) / max(1, count)
+        found = sum(one.found for one in estimates) / max(1, count)
+        chance = sum(one.chance for one in estimates) / max(1, count)
+        figures = f"drafts for {found:.0%}, acceptance {chance:.2f}"
         if best_rate > GAIN * rate:
             self._off.pop(proposer, None)
             self.reasons[proposer] = (
-                f"on: {sum(best)} draft tokens for {plain} requests, acceptance {mean:.2f}, "
+                f"on: up to {sum(best)} draft tokens for {plain} requests, {figures}, "
                 f"expects {best_rate / rate:.2f} times the tokens per second"
             )
             return best
-        self._off[proposer] = _TurnedOff(count, mean)
+        self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count))
         self.reasons[proposer] = (
-            f"off: {plain} requests, acceptance {mean:.2f}; drafts would give "
+            f"off: {plain} requests, {figures}; drafts would give "
             f"{best_rate / rate:.2f} times the tokens per second"
         )
-        # A probe verifies one draft token of each request, to learn whether that has changed.
+        # A probe verifies one draft token of each request, to measure whether drafts are now worth their cost.
         return self.share([min(1, n) for n in most], rows) if probes else none
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
-        """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens."""
-        self.costs.observe(tokens, seconds)
+    def observe_step(self, tokens: int, seconds: float, waited: bool = False) -> None:
+        """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens. `waited`
+        states that the engine waited for the step because of drafts.
+        """
+        (self._waiting if waited else self.costs).observe(tokens, seconds)
 
-    def observe_proposal(self, proposer: str, drafts: Sequence[Draft], seconds: float) -> None:
-        """Update a proposer's average time per draft token, or per tree. The proposer took `seconds` for `drafts`."""
+    def observe_proposal(self, proposer: str, requests: int, longest: int, seconds: float) -> None:
+        """Update a proposer's average time. The proposer took `seconds` for drafts of up to `longest` tokens for
+        `requests` requests. For trees, `longest` is 1."""
+        if units := requests if proposer in self._lookups else longest:
+            each = seconds / units
+            before = self._proposing.get(proposer, each)
+            self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
+
+    def observe_chances(self, proposer: str, drafts: Iterable[Draft]) -> None:
+        """Update the mean chances of the nodes of a proposer's trees, from the best node to the worst."""
         by_rank = self._chances.get(proposer, [])
         for draft in drafts:
             for rank, chance in enumerate(draft.chances):
@@ -235,18 +324,6 @@ class Controller:
                 by_rank[rank] += WEIGHT * (chance - by_rank[rank])
         if by_rank:
             self._chances[proposer] = by_rank
-        longest = 1 if by_rank else max((len(draft.tokens) for draft in drafts), default=0)
-        if longest:
-            each = seconds / longest
-            before = self._proposing.get(proposer, each)
-            self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
-
-    def observe_draft(self, known: dict[str, float], proposer: str, draft: Draft, accepted: int) -> None:
-        """Update the acceptance of a request (`known`) and a proposer after the verification of a draft."""
-        if draft.chances:
-            self.acceptance.observe_chances(known, proposer, sum(draft.chances), accepted)
-        else:
-            self.acceptance.observe(known, proposer, len(draft.tokens), accepted)
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:
@@ -264,7 +341,7 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens have a probability of acceptance of at least LEAST."""
+    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 

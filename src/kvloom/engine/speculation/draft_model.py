@@ -8,7 +8,7 @@ token that the target computes:
     tokens of own drafts   while the draft is proposed
     other output tokens    with tiers: in the target's step; without tiers: together, before the request's next draft
 
-A draft of k tokens takes k runs of the draft model. The tokens stay on the device between the runs.
+To propose a draft of k tokens, the draft model runs k times. The tokens stay on the device in between.
 
     run 1: the request's last token → d1     run 2: d1 → d2     …     run k: dk-1 → dk
 
@@ -52,9 +52,10 @@ def load_draft(name: str, target: Any) -> Any:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model. `apply_copies` runs the pending copies of the pool."""
+    """Proposes drafts with a draft model. `apply_copies` runs the pending copies of the pool."""
 
     name = "draft"
+    is_lookup = False
 
     def __init__(
         self,
@@ -66,8 +67,9 @@ class DraftModelProposer:
     ) -> None:
         """`sampled` are the target's tokens of the previous step, on the device.
 
-        If `complete`, the draft model computes every output token at once, because tiers store its pages. Otherwise it
-        computes the last token of a draft, and output tokens without drafts, only before the next draft.
+        If `complete`, the draft model computes every output token in the step that produced it, because tiers store
+        its pages. Otherwise it computes the last token of a draft, and output tokens without drafts, only before
+        the next draft.
         """
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
@@ -144,8 +146,8 @@ class DraftModelProposer:
         request.draft_missing = start if missing is None else min(start, missing)
 
     def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
-        """If requests lack more tokens than one run of the draft model can compute, compute these tokens now. Otherwise
-        the first run of the next draft computes them.
+        """If the requests together lack more tokens than one run of the draft model can compute, compute these
+        tokens now. Otherwise the first run of the next draft computes them.
         """
         lacking = [request for request in requests if request.draft_missing is not None]
         if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:
@@ -166,9 +168,9 @@ class DraftModelProposer:
             self._lacks(request, request.computed - 1)
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
-        """Return the input of a request for run `step` of a draft. Run 0 computes the tokens that the draft model
-        lacks, and the request's last token. Each later run computes the token that the previous run has sampled, at
-        index `place`.
+        """Return the input of a request for run `step` of the draft model. Run 0 computes the tokens that the draft
+        model lacks, and the request's last token. Each later run computes the token that the previous run has
+        sampled, at index `place`.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -182,7 +184,7 @@ class DraftModelProposer:
 
 
 class SampledRow(DraftPosition):
-    """A request as the draft model's sampler sees it: without the grammar of the request."""
+    """A request in the form that the draft model's sampler takes. It has no grammar."""
 
     __slots__ = ()
 

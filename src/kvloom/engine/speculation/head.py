@@ -1,6 +1,7 @@
 """The head proposer: drafts from the target's hidden states (`kvloom.models.heads`).
 
-A head proposes like a draft model, token by token, and its layer is a group of the target's pool. Two things differ:
+A draft head proposes like a draft model, token by token, and its layer is a group of the target's pool. Two things
+differ:
 
     input           the head also reads the hidden state of the token before, which the target's step has written
     own drafts      after its first draft token, a head continues from its own hidden states. The target replaces them
@@ -47,7 +48,7 @@ def load_head(name: str, target: Any) -> Head:
 
 
 class HeadProposer(DraftModelProposer):
-    """Proposes with a head. `name` is the kind of head."""
+    """Proposes drafts with a draft head. `name` is the kind of head."""
 
     def __init__(
         self,

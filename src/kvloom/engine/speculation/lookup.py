@@ -27,10 +27,11 @@ class NGramProposer:
     """Proposes the tokens after the longest earlier match in the request's own tokens (prompt lookup)."""
 
     name = "ngram"
+    is_lookup = True
 
     def __init__(self, min_match: int = 0) -> None:
-        """`min_match` is the smallest length of a match. A shorter match gives no draft, so that the next proposer
-        can make one."""
+        """`min_match` is the smallest length of a match in tokens. With a shorter match this proposer makes no
+        draft, so that the next proposer can make one."""
         self._min_match = min_match
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
@@ -62,7 +63,7 @@ class NGramProposer:
         if not length:
             return [], 0
         draft = request.tokens[at : at + count]
-        while len(draft) < count:  # the match overlaps the end: its tokens repeat
+        while len(draft) < count:  # the match overlaps the end of the tokens, so its tokens are repeated
             draft += draft[: count - len(draft)]
         return draft, length
 
@@ -85,7 +86,7 @@ class SuffixProposer(NGramProposer):
         if not request.control.store or not request.output_count:
             return
         generations = self._past.setdefault((request.control.tenant, request.control.adapter), [TokenIndex()])
-        # The end of the prompt leads to the beginning of the answer.
+        # The past answer is indexed with the end of its prompt, so that the prompt's end matches.
         start = max(0, len(request.prompt) - LONGEST_MATCH)
         generations[-1].add([*request.tokens[start:], SEPARATOR])
         if len(generations[-1].tokens) > MOST_PAST_TOKENS:

@@ -11,6 +11,7 @@ from kvloom.core import CacheControl, Sequence as PageSequence
 from kvloom.engine.sampling import Finish, SamplingRequest
 from kvloom.models.paged import Work
 
+from .controller import Estimate
 from .draft import Draft
 from .token_index import TokenIndex
 
@@ -30,7 +31,7 @@ class DraftedRequest(SamplingRequest, Protocol):
     draft_tokens: int
     accepted_tokens: int
     draft_missing: int | None
-    acceptance: dict[str, float]
+    estimates: dict[str, Estimate]
     is_long: bool
 
     @property
@@ -54,6 +55,8 @@ class Proposer(Protocol):
     """Proposes draft tokens. Wrong drafts cost time, but never change the output."""
 
     name: str
+    is_lookup: bool
+    """Whether the proposer only searches tokens on the host, without the device and without pages."""
 
     def propose(
         self, requests: Sequence[DraftedRequest], counts: Sequence[int]
@@ -63,7 +66,8 @@ class Proposer(Protocol):
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:
-        """Record the tokens of a finished request, and drop the data that was stored for it."""
+        """Record the tokens of a finished request for later proposals, and drop the data that was stored for the
+        request."""
         ...
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:

@@ -28,6 +28,10 @@ DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 OTHER_DRAFT_TOKENS = 8
 HEADS = ("mtp", "eagle")
 """The proposers that can draft trees."""
+TRIAL_REQUESTS = 16
+"""Largest number of requests that get drafts of a lookup before any of its drafts was verified."""
+REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
+"""Longest time of one review of a lookup that is off, and the number of draft tokens that it compares per request."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
@@ -87,23 +91,30 @@ class Speculation:
         self.draft_tokens, self.tree_nodes = draft_tokens, tree_nodes
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
-        self.controller: Controller | None = Controller()
+        lookups = [proposer.name for proposer in proposers if proposer.is_lookup]
+        self.controller: Controller | None = Controller(lookups)
         """Decides the lengths of drafts. Without a controller (None), every draft has the largest length."""
-        self._new_tokens = 0  # of the last finished step
+        self._new_tokens = 0  # tokens that the last finished step added
         self._proposing = 0.0  # seconds of proposers since the last finished step
-        self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
+        self._proposed_by: dict[int, Proposer] = {}  # the proposer of each draft in the last step, by request
+        self._waited = False  # whether the engine waited for the previous step
+        self._reviewed = 0  # number of requests reviewed so far
 
     def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
         """Return whether the tokens of `requests` must be on the host before the next step is scheduled."""
-        if self.controller is not None and not self.controller.wants_drafts:
-            return False
-        return any(refusal(request) is None for request in requests)
+        self._waited = (self.controller is None or self.controller.wants_drafts) and any(
+            refusal(request) is None for request in requests
+        )
+        return self._waited
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
-        and all drafts fit into the rows of the step."""
+        """Return the drafts of the next step by the `id` of the request. A draft never exceeds the `max_tokens` of
+        its request. All drafts fit into the positions at which the step can sample."""
         if self.controller is not None:
-            self.controller.step_begins([request.acceptance for request in running])
+            due = self.controller.step_begins([request.estimates for request in running])
+            for proposer in self.proposers:
+                if proposer.name in due:
+                    self._review(self.controller, proposer, running)
             if not self.controller.wants_drafts:
                 return {}
         left, drafts = self.rows - len(running), {}
@@ -136,12 +147,14 @@ class Speculation:
         if controller is None:
             lengths = Controller.share(most, left)
         else:
-            chances = [controller.acceptance.of(request.acceptance, proposer.name) for request, _ in waiting]
+            if proposer.is_lookup and not controller.acceptance.knows(proposer.name):
+                waiting, most = waiting[:TRIAL_REQUESTS], most[:TRIAL_REQUESTS]
+            estimates = [controller.acceptance.of(request.estimates, proposer.name) for request, _ in waiting]
             replays = any(
                 request.sequence is not None and request.sequence.cache.has_states
                 for request, _ in waiting[:1]
             )
-            lengths = controller.lengths(proposer.name, chances, most, left, others, replays)
+            lengths = controller.lengths(proposer.name, estimates, most, left, others, replays)
         asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
         if not asked:
             return []
@@ -151,9 +164,41 @@ class Speculation:
             taken = time.perf_counter() - started
             self._proposing += taken
             drafts = [one if isinstance(one, Draft) else Draft(one) for one in made]
-            controller.observe_proposal(proposer.name, drafts, taken)
+            controller.observe_chances(proposer.name, drafts)
+            has_trees = any(draft.chances for draft in drafts)
+            longest = 1 if has_trees else max(len(draft.tokens) for draft in drafts)
+            controller.observe_proposal(proposer.name, len(asked), longest, taken)
             self.stats.proposing_seconds += taken
+            for (request, _), draft in zip(asked, drafts, strict=True):
+                if not draft.tokens:
+                    controller.acceptance.observe(request.estimates, proposer.name, 0, 0)
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
+
+    def _review(self, controller: Controller, proposer: Proposer, running: Sequence[DraftedRequest]) -> None:
+        """Compare drafts of a lookup that is off with the tokens that the requests then generated. Each call
+        reviews some requests, and later calls the others. The device computes nothing for this.
+        """
+        started, shares = time.perf_counter(), []
+        for _ in range(len(running)):
+            self._reviewed += 1
+            request = running[self._reviewed % len(running)]
+            if not request.output_count or refusal(request) is not None:
+                continue
+            estimate = controller.acceptance.own(request.estimates, proposer.name)
+            if estimate.unused is not None:
+                start, draft = estimate.unused
+                actual = request.tokens[start : start + len(draft)]
+                if len(actual) < len(draft):
+                    continue
+                accepted = next((i for i, token in enumerate(actual) if token != draft[i]), len(draft))
+                controller.acceptance.observe(request.estimates, proposer.name, len(draft), accepted)
+                shares.append(accepted / len(draft) if draft else 0.0)
+            [found] = proposer.propose([request], [REVIEWED_TOKENS])
+            estimate.unused = len(request.tokens), found.tokens if isinstance(found, Draft) else found
+            if time.perf_counter() - started > REVIEW_SECONDS:
+                break
+        if shares:
+            controller.review(proposer.name, sum(shares) / len(shares))
 
     def _most(self, request: DraftedRequest) -> int:
         """Return the largest number of draft tokens that a request may get in the next step. 0 means no draft."""
@@ -164,7 +209,7 @@ class Speculation:
             return 0
         most = request.limit - len(request.tokens) - 1
         if sequence.cache.has_states and most > 0:
-            # A snapshot needs the states at exactly its position: a step whose certain tokens end there.
+            # A snapshot needs the states at exactly its position, so the tokens before the draft must end there.
             ahead = [request.limit - 1]
             if (position := sequence.next_checkpoint) is not None:
                 ahead.append(position)
@@ -240,8 +285,10 @@ class Speculation:
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
             return
-        self.controller.observe_step(sum(len(part.tokens) for _, part in work), own)
-        if any(part.drafts for _, part in work) and self.controller.costs.knows(len(work)):
+        drafted = any(part.drafts for _, part in work)
+        tokens = sum(len(part.tokens) for _, part in work)
+        self.controller.observe_step(tokens, own, drafted or self._waited)
+        if drafted and self.controller.costs.knows(len(work)):
             plain = self.controller.costs.seconds(len(work))
             self.stats.seconds_saved += self._new_tokens / len(work) * plain - seconds
 
@@ -264,7 +311,9 @@ class Speculation:
                 request.accepted_tokens += accepted
                 proposer = self._proposed_by[id(request)]
                 if self.controller is not None:
-                    self.controller.observe_draft(request.acceptance, proposer.name, draft, accepted)
+                    self.controller.acceptance.observe_draft(
+                        request.estimates, proposer.name, draft, accepted
+                    )
                 if request.finish_reason is None:
                     for one in self.proposers:
                         one.draft_verified(request, drafted, accepted, one is proposer)

@@ -1,9 +1,9 @@
 """Finds the longest earlier match of the last tokens in a growing list of tokens.
 
 A dictionary contains the latest position of each n-gram of three tokens. A list links each position to the previous
-position of the same n-gram. The search follows these links through at most CANDIDATES positions, compares tokens
-backwards from each, and returns the longest match. A suffix tree would also find longer matches at older positions, but
-costs more.
+position of the same n-gram. The search follows these links through at most CANDIDATES positions. It compares tokens
+backwards from each position, and returns the longest match. A suffix tree would also find longer matches at older
+positions, but costs more.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class DraftPosition:
 def draft_positions(
     requests: Sequence[DraftedRequest], drafts: Sequence[Draft]
 ) -> tuple[list[SamplingRequest], list[int]]:
-    """Return the rows of the sampler, one for each position of each request. Also return, for each row, the number of
-    output tokens before it."""
+    """Return the inputs of the sampler, one for each position of each request. Also return, for each input, the
+    number of output tokens before it."""
     rows: list[SamplingRequest] = []
     for request, draft in zip(requests, drafts, strict=True):
         rows.append(request)

@@ -4,20 +4,22 @@
 |----------------------------------------------|----------------------------------------------------------------------------|
 | plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
 | mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
-| decode, work_list                            | `DecodePlan`: rows of 1 to 64 queries, in CUDA graphs                      |
-| cascade                                      | finds runs of pages that several sequences share and that are read once    |
+| decode, work_list                            | `DecodePlan`: sequences with 1 to 64 queries, in CUDA graphs               |
+| cascade                                      | finds page ranges that several sequences share, so that they are read once |
 | prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
 | dense                                        | attention over packed K and V; the merge of two attention results          |
 | cold                                         | attention over pages in host memory, in pieces                             |
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the Triton kernels                                                         |
 
-In this folder, the span of a layer is its visibility rule (`core.Visibility`): full, sliding or chunked. Packed rows
-are the queries of all sequences in one tensor, one sequence after the other.
+The span of a layer is its visibility rule (`core.Visibility`): full, sliding or chunked. Queries are packed: one
+tensor has the queries of all sequences, one sequence after the other. A query row is one query head of one query
+token.
 
 To add a layer kind, add a number to `mask.SPAN_NUMBERS` and a branch to `triton_mask.first_visible`. The oracle and
-the work lists of the host need no change, because they call `Visibility.first_visible_each`. `QueryRows.count_pairs`
-only estimates the number of query-key pairs for a new kind. `prefill_libraries` refuses kinds that it does not list.
+the work lists made on the host need no change, because they call `Visibility.first_visible_each`.
+`QueryRows.count_pairs` only estimates the number of query-key pairs for a new kind. `prefill_libraries` refuses
+kinds that it does not list.
 """
 
 from __future__ import annotations

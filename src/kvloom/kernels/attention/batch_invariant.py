@@ -1,13 +1,13 @@
-"""Batch-invariant attention. The result of a row (the queries of one sequence) is bit-identical in any batch. The
-plans run Triton kernels on CUDA tensors.
+"""Batch-invariant attention. The results of a sequence are bit-identical in any batch. The plans run Triton kernels
+on CUDA tensors.
 
-| plan                        | rows                        | a result depends on                                          |
-|-----------------------------|-----------------------------|--------------------------------------------------------------|
-| `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
-| `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | its query and visible tokens, summed by `piece` tokens       |
+| plan                        | sequences                            | a result depends only on                       |
+|-----------------------------|--------------------------------------|------------------------------------------------|
+| `BatchInvariantPrefillPlan` | with any number of queries           | the query and the tokens that the query sees   |
+| `BatchInvariantDecodePlan`  | with one query each, in CUDA graphs  | the query and the tokens that the query sees   |
 
-Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device.
-This module does not depend on models.
+Both plans compute the same bits, because both sum tokens in pieces of `piece` tokens. They are slower than other
+plans, because they do not split work to fill the device. This module does not depend on models.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .shape import Shape, check_call, check_outputs, split_dim
 __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
-"""Largest number of programs per multiprocessor and KV head. Each program processes several pieces, one after
+"""Largest number of programs per multiprocessor and KV head. Each program computes several pieces, one after
 another."""
 
 
 class _BatchInvariantPlan:
-    """The common part of both plans: shape, span and checks. The tokens of a sequence are summed in pieces of `piece`
-    tokens. The sums of the pieces are then added in order."""
+    """The common part of both plans: shape, visibility rule (`span`) and checks. Each piece of `piece` tokens is
+    summed separately. The sums of the pieces are then added in order."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class _BatchInvariantPlan:
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Check the arguments. Return the kind of page scales (0, 1 or 2, see `check_call`) and the output buffers."""
+        """Check the arguments of `attend`. Return the kind of page scales (0, 1 or 2, see `check_call`) and the
+        output buffers."""
         if mask.span != self.span:
             raise ValueError(
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
@@ -96,14 +97,14 @@ class _BatchInvariantPlan:
 
 
 class BatchInvariantPrefillPlan(_BatchInvariantPlan):
-    """Attention of rows with any number of queries. One program computes one block of query rows over all visible
-    tokens.
+    """Attention of sequences with any number of queries. One program computes one block of query rows over all
+    visible tokens.
     """
 
     _items: torch.Tensor | None = None
 
     def make(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the rows of the step, from arrays on the host."""
+        """Set the sequences of the step, from host arrays (see `Plan.make`)."""
         begin, ends = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         queries = np.diff(begin)
         blocks = -(-queries * self.shape.group // self.tile.rows)
@@ -113,7 +114,7 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
             (of, within * self.tile.rows, begin[of], queries[of], (ends - queries)[of]), 1
         )  # fmt: skip
         seen = items[:, 4] + items[:, 1] // self.shape.group
-        order = np.argsort(-seen, kind="stable")  # long ones first
+        order = np.argsort(-seen, kind="stable")  # blocks that see the most tokens first
         self._items = upload(np.ascontiguousarray(items[order].astype(np.int32)), self.device)
 
     def attend(
@@ -149,8 +150,8 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
 
 
 class BatchInvariantDecodePlan(_BatchInvariantPlan):
-    """Attention of up to `rows` single queries over up to `longest` tokens each. One program computes one piece. Can
-    be captured in a CUDA graph.
+    """Attention of up to `rows` sequences with one query each, over up to `longest` tokens. One program computes
+    one piece. Can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -173,8 +174,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         self._lanes = max(1, min(most, LANES * _processors(self.device) // shape.kv_heads))
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set the number of tokens of each row, int32 on the device. Every row has one query, so `starts` is not
-        used."""
+        """Set the number of tokens of each sequence (`lengths`, int32 on the device). Every sequence has one query,
+        so `starts` is not used."""
         if len(lengths) > self.rows:
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths
@@ -224,8 +225,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, per token and per head. If there is only one scale per head, the
-    first two strides are 0."""
+    """Return three strides of a scale tensor: per page, per token and per head. If there is only one scale per
+    head, the first two are 0."""
     if scale is None:
         return 0, 0, 0
     return (
@@ -235,5 +236,5 @@ def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter: few lanes, each of which processes several pieces
+        return 1  # Triton's interpreter: few programs, each of which computes several pieces
     return torch.cuda.get_device_properties(device).multi_processor_count

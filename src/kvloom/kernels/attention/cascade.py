@@ -6,9 +6,9 @@ module works on numpy arrays and has no kernels.
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
 Sequences with an equal prefix have the same page ids in their block tables. Such a range of equal page ids is a
-shared run. The shared runs change only when a sequence joins or leaves the batch. A windowed layer shares the
-visible part of a run (`visible_shared_runs`). The visible part shrinks every step, and the device computes it from
-positions.
+shared run. The shared runs change only when a sequence joins or leaves the batch. In layers with a window, only the
+visible part of a run is shared (`visible_shared_runs`). This part shrinks every step, and the device computes it
+from positions.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Smallest number of tokens that sharing a run must save. Below this number, merging the results costs more than
-sharing saves."""
+"""A run is shared only if this saves reading at least this many tokens. Otherwise, merging the results costs more
+than sharing saves."""
 MIN_RUN_TOKENS = 128
-"""Smallest number of tokens in a shared run. A shorter run is not shared by itself. Its tokens become the start of the
-longer runs after it."""
+"""Smallest number of tokens in a shared run. The tokens of a shorter run become the start of the longer runs after
+it."""
 MIN_WINDOW_TOKENS = 512
-"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared
-tokens."""
+"""Layers with a smaller window, in tokens, share no runs. In a small window, a sequence's own tokens soon replace
+the shared tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """A token range [lo, hi) that all `members` have in the same pages. Members are rows of the batch. `level` is the
-    number of shared runs that the members have before this run."""
+    """A token range [lo, hi) that several sequences have in the same pages. `members` are the indices of these
+    sequences in the batch. `level` is the number of shared runs that they have before this run."""
 
     lo: int
     hi: int
@@ -54,11 +54,11 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """Return the shared runs among the rows of `tables` ([sequences, blocks]). Runs that are too short to be worth
-    sharing are left out.
+    """Return the token ranges that several sequences have in the same pages (shared runs). Ranges that are too
+    short to be worth sharing are left out.
 
-    `written` is the number of tokens of each row that are in pages, without the queries of this step. `depth` is the
-    largest number of levels.
+    `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
+    the queries of this step. `depth` is the largest number of shared runs per sequence.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens
@@ -83,18 +83,19 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Return whether layers with this visibility should read page ranges that several sequences share (shared runs)
-    once for all of them. Returns False for windows shorter than MIN_WINDOW_TOKENS."""
+    """Return whether layers with this visibility should read shared runs (page ranges of several sequences) once
+    for all sequences. Returns False for windows shorter than MIN_WINDOW_TOKENS."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
 def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
-    """Return those of `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
+    """Return those of `runs` that are also shared in the layers of a windowed group. `tables` are the block tables
+    of the group.
 
-    `first` is the first visible token of each row. If the visible page ids of the members differ, the run is left
-    out. All deeper runs of these members are left out, too. Each member then reads the tokens of these runs alone.
+    `first` is the first visible token of each sequence. If the visible page ids of the members differ, the run and
+    all deeper runs of these members are left out. Each member then reads the tokens of these runs alone.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()
@@ -103,7 +104,7 @@ def visible_shared_runs(
         seen = first[rows] // block_tokens
         begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
         part = tables[rows, begin:end]
-        widest = part[seen.argmin()]  # the row whose window begins first has every page of the range
+        widest = part[seen.argmin()]  # the sequence whose window begins first has every page of the range
         looks = np.arange(begin, end) >= seen[:, None]
         if out.intersection(run.members) or not widest.all() or (looks & (part != widest)).any():
             out.update(run.members)
@@ -115,7 +116,7 @@ def visible_shared_runs(
 def _group_by_page(
     tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Group the rows by the page id that they have in `column`."""
+    """Group the sequences `rows` by the page id that they have in block `column`."""
     if not len(rows):
         return []
     order = rows[np.argsort(tables[rows, column], kind="stable")]
@@ -126,18 +127,19 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """Return the first block from `column` to `end` in which the page ids of `members` differ or are 0. Return `end`
-    if there is no such block."""
+    """Return the first block in [column, end) in which the page ids of `members` differ or are 0. Return `end` if
+    there is no such block."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
 
 
 class SharedRuns:
-    """Shared runs in fixed device buffers, for plans captured in CUDA graphs.
+    """Shared runs (page ranges that several sequences share) in fixed device buffers, for plans captured in CUDA
+    graphs.
 
-    The buffers have space for `segments` runs on up to `depth` levels, and for `sequences` rows of `queries` query
-    tokens each.
+    The buffers have space for `segments` runs on up to `depth` levels, and for `sequences` sequences of `queries`
+    query tokens each.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ class SharedRuns:
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Queue a copy of the runs to the device on the current stream, without waiting. Return the runs that fit into
-        the buffers.
+        """Copy the shared runs to the device. The copy is queued on the current stream, and the call does not wait.
+        Return the runs that fit into the buffers.
 
         If a run does not fit, the deeper runs of its members are skipped, too. Each sequence reads the tokens of
         skipped runs alone.

@@ -1,13 +1,14 @@
-"""Attention over cold pages, which are in host memory. Its result is merged with the attention over the pages in
-the pool.
+"""Attention over cold pages, which are in host memory. The result is merged with the result of attention over the
+pages in the pool.
 
     out, lse  over the pool   ──┐
     out, lse  over piece 0    ──┼──▶  out = Σ outᵢ · exp(lseᵢ) / Σ exp(lseᵢ)         (log-sum-exp merge, in float32)
     out, lse  over piece 1 …  ──┘
 
-Cold tokens precede all queries of their sequence, so every query sees every cold token. On a CPU, a piece is
-gathered directly from host memory. For a GPU, a piece is gathered on the host and copied to the device. Sinks are
-part of the attention over the pool. This module does not depend on the cache.
+A piece is a range of cold pages that are processed together. Cold tokens precede all queries of their sequence, so
+every query sees every cold token. On a CPU, a piece is gathered directly from host memory. For a GPU, a piece is
+gathered on the host and copied to the device. Attention sinks are counted only in the attention over the pool. This
+module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .prefill_backends import GATHERED_DIMS, HALF_DTYPES
 __all__ = ["KVPages", "add_cold_attention"]
 
 PIECE_BYTES = 32 << 20
-"""Largest number of bytes of one piece: its gathered keys and values, and the scores of all queries over them."""
+"""Largest size of one piece in bytes: the gathered keys and values, and the scores of all queries over them."""
 
 
 class KVPages(NamedTuple):
-    """The pages of one layer in host memory. They have the same shapes as the pages of the pool in `reference.attend`.
-    Scales may be on the device."""
+    """The pages of one layer in host memory. They have the same shapes as the pages of the pool in
+    `reference.attend`. The scales may be on the device."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -72,7 +73,8 @@ def _piece_pages(q: torch.Tensor, pages: KVPages) -> int:
 def _attend_piece(
     q: torch.Tensor, pages: KVPages, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and log-sum-exps of all queries over all tokens of the pages `ids`."""
+    """Return outputs and log-sum-exps of all queries over all tokens of the pages `ids`. Every query sees every
+    token."""
     dense = (
         q.is_cuda
         and softcap is None
@@ -111,7 +113,7 @@ def _tokens(
     found = _gather(pages, ids).to(device).to(kind).flatten(0, 1)
     if scales is None:
         return found
-    if scales.dim() < 3:  # one for each head
+    if scales.dim() < 3:  # one scale for each head
         return found.mul_(scales.to(device, kind).view(-1, 1))
     return found.mul_(_gather(scales, ids).to(device).to(kind).flatten(0, 1)[..., None])
 

@@ -1,4 +1,5 @@
-"""Attention plans on a CPU. `ReferencePlan` runs the oracle. `CpuPlan` adds faster paths for plain float32 attention.
+"""Attention plans on a CPU. `ReferencePlan` runs the oracle (`reference`). `CpuPlan` adds faster paths for plain
+float32 attention.
 
 If no faster path supports a call, the oracle computes it. This module does not depend on the cache.
 """
@@ -25,7 +26,7 @@ Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
-    """The oracle as a plan. Used for CPU tensors, and for shapes that the GPU kernels do not support."""
+    """A plan that runs the oracle. Used for CPU tensors, and for shapes that the GPU kernels do not support."""
 
     def __init__(self, shape: Shape, span: Visibility = FULL) -> None:
         self.shape, self.span = shape, span
@@ -67,18 +68,18 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""Rows that need at most this many multiplications run in native code, query by query. A larger row runs as one torch
-call."""
+"""A sequence that needs at most this many multiplications runs in native code, query by query. A larger one runs as
+one torch call."""
 
 
 class CpuPlan(ReferencePlan):
-    """The oracle, with faster paths for attention without sinks, trees, images or scales.
+    """Runs the oracle, with faster paths for attention without sinks, trees, images or scales.
 
-    | rows                                  | path                                             |
+    | sequences                             | path                                             |
     |---------------------------------------|--------------------------------------------------|
     | few queries                           | one native call, query by query                  |
     | one query each, without native code   | one torch call over their gathered pages         |
-    | longer prompts with full attention    | torch's CPU kernel, row by row                   |
+    | longer prompts with full attention    | torch's CPU kernel, one sequence at a time       |
 
     Values that are the same for every layer are computed once per step.
     """
@@ -94,7 +95,7 @@ class CpuPlan(ReferencePlan):
             (counts == 1) | ((counts > 0) & (products <= MAX_NATIVE_PRODUCTS) & cpu.IS_BUILT)
         )
         self._prompts = np.flatnonzero((counts > 1) & ~few)
-        self._owners = few.nonzero()[0].repeat(counts[few])  # the row to which each native query belongs
+        self._owners = few.nonzero()[0].repeat(counts[few])  # the sequence to which each native query belongs
         self._queries = np.flatnonzero(few.repeat(counts))
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._native: cpu.VisibleTokens | None = None
@@ -144,7 +145,7 @@ class CpuPlan(ReferencePlan):
     def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend with one query per row, over a gathered copy of the visible pages."""
+        """Compute attention with one query per sequence, over a gathered copy of the visible pages."""
         if tables.data_ptr() not in self._seen:
             self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
@@ -154,7 +155,7 @@ class CpuPlan(ReferencePlan):
             found = pages.index_select(0, ids).view(rows, -1, *pages.shape[2:])
             found.flatten(0, 1).index_fill_(
                 0, unseen, 0.0
-            )  # an unwritten value may be NaN and must not reach the result
+            )  # unwritten values may be NaN and must not reach the result
             return found.transpose(1, 2)
 
         grouped = q.shape[1] != k.shape[2]
@@ -166,8 +167,8 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Compute full attention of a step with prompts. Prompts run row by row in torch. Rows with few queries run in
-        native code."""
+        """Compute full attention of a step that has prompts. Prompts run in torch, one at a time. Sequences with
+        few queries run in native code."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -182,9 +183,11 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors for gathered attention. The first has the page ids of the visible blocks of all rows,
-        padded to equal numbers per row. The second is the mask that is added to the scores. The third has the indices
-        of gathered tokens that their row does not see."""
+        """Return three tensors for gathered attention:
+
+        - the page ids of the visible blocks of all sequences, padded to equal numbers per sequence,
+        - the mask that is added to the scores,
+        - the indices of gathered tokens that their sequence does not see."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block
@@ -202,11 +205,11 @@ class CpuPlan(ReferencePlan):
 
 
 def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries are the
-    last tokens.
+    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries belong
+    to the last tokens.
 
-    Torch's CPU kernel assumes that the first query is the first token. The context before the queries therefore needs
-    a second call, and the results are merged.
+    Torch's CPU kernel assumes that the first query is the first token. The tokens before the queries therefore need
+    a second call, and the two results are merged.
     """
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads

@@ -24,15 +24,16 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Largest number of queries of one sequence in one decode step, for example of a draft tree. Longer rows need
-prefill."""
+"""Largest number of queries of one sequence in one decode step, for example of a draft tree. Sequences with more
+queries need prefill."""
 
 
 class DecodePlan:
-    """Attention of up to `sequences` rows with up to `queries` query tokens each, under one span.
+    """Attention of up to `sequences` sequences with up to `queries` query tokens each. `span` is the visibility
+    rule of the layers.
 
-    With `sharing`, pages that several sequences share are read only once. `make` plans the current shared runs. `tile`
-    and `shared_tile` override the chosen tile sizes.
+    With `sharing`, pages that several sequences share are read only once. `make` reads the current shared runs from
+    `sharing`. `tile` and `shared_tile` override the chosen tile sizes.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Plan a step. `starts` ([rows + 1]) contains the index in q of each row's first query. `lengths` ([rows])
-        contains the number of tokens of each row, including its queries. Both are int32 on the device. Does not wait
-        for the device."""
+        """Plan a step. `starts` ([sequences + 1]) contains the index in q of each sequence's first query. `lengths`
+        ([sequences]) contains the number of tokens of each sequence, including its queries. Both are int32 on the
+        device. Does not wait for the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -143,8 +144,8 @@ class DecodePlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse` if
-        they are given."""
+        """Compute the same results as `reference.attend`, for the sequences of the last `make`. Writes to `out` and
+        `lse` if they are given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(
@@ -176,8 +177,7 @@ class DecodePlan:
         layer = LayerCall(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
-        # A single query sees its whole segment. Several queries end at different tokens; in windows they
-        # also begin at different tokens.
+        # A single query sees its whole segment. The visible tokens of several queries end at different tokens; in windows they also begin at different tokens.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:

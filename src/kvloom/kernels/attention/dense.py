@@ -1,7 +1,7 @@
 """Attention over packed K and V outside pages, and the merge of two attention results.
 
     out, lse = attend_dense(q, k, v, starts)                      # causal, each sequence over its own new tokens
-    out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
+    out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # merged with attention over the cached tokens
 
 MLA prefill needs both functions. New tokens are expanded to full heads (dims 192 and 128), while cached tokens are
 latents in pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or in a Triton kernel. This
@@ -42,12 +42,12 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], and its natural
-    log-sum-exp.
+    """Compute attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim]. Return the
+    outputs and their natural log-sum-exps.
 
-    `starts` ([sequences + 1], on the host) contains the first query of each sequence in q. `k_starts` contains the
-    same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence sees all its keys.
-    `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
+    `starts` ([sequences + 1], on the host) contains the index in q of each sequence's first query. `k_starts`
+    contains the same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence
+    sees all its keys. `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
     """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)
@@ -91,11 +91,11 @@ def merge_outputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over two disjoint sets of tokens. Inputs and results are outputs [tokens, heads, dim] and
-    natural log-sum-exps [tokens, heads].
+    """Merge the results of attention over two disjoint sets of tokens. Inputs and results are outputs [tokens,
+    heads, dim] and natural log-sum-exps [tokens, heads].
 
-    A part without visible tokens has the log-sum-exp minus infinity, and does not change the result. `out` may be
-    one of the inputs.
+    A log-sum-exp of minus infinity marks an input without visible tokens. Such an input does not change the result.
+    `out` may be one of the inputs.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:2]:
         raise ValueError(
@@ -127,11 +127,11 @@ def merge_outputs(
 def cudnn_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run torch's cuDNN attention over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads than
-    query heads.
+    """Run torch's cuDNN attention over tensors [batch, heads, tokens, dim] with any strides. There may be fewer KV
+    heads than query heads.
 
-    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, query i sees
-    the keys 0 to i.
+    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, query i
+    sees the keys 0 to i.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -143,8 +143,8 @@ def cudnn_attend(
 def cudnn_supports(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether cuDNN is available and supports these heads. The first call for a shape tries cuDNN on 128
-    tokens.
+    """Return whether cuDNN is available and supports these numbers and dimensions of heads. The first call for a
+    shape tries cuDNN on 128 tokens.
     """
     if device.type != "cuda" or dtype not in HALF_DTYPES or (k_dim, v_dim) not in GATHERED_DIMS:
         return False
@@ -202,7 +202,7 @@ def _attend_torch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention in torch, sequence by sequence, in float32 or float64."""
+    """Compute attention in torch, one sequence at a time, in float32 or float64."""
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
     for a, b, c, d in zip(first[:-1], first[1:], k_first[:-1], k_first[1:], strict=True):

@@ -18,8 +18,8 @@ SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens that each query sees, and changes to its scores. `span` is the visibility of the layer. `softcap`
-    limits scores.
+    """The tokens that each query sees, and changes to its scores. `span` is the visibility rule of the layer.
+    `softcap` is the limit of the scores' absolute value.
 
     `sinks` ([heads]) are logits that count in the softmax but have no value vector. `spans` ([queries]) are image ids,
     -1 for text. Queries of the same image see each other in both directions.

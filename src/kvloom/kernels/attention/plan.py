@@ -1,8 +1,8 @@
 """The attention interface, for GPU and CPU tensors. A plan is made once per step, and every layer runs it.
 
-| rows                  | on a GPU                            | on a CPU        |
+| sequences with        | on a GPU                            | on a CPU        |
 |-----------------------|-------------------------------------|-----------------|
-| 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
+| 1 to 64 queries       | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
 | any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
 
 Every plan returns the same results as `reference.attend`. This module does not depend on the cache or on models.
@@ -31,8 +31,8 @@ class Plan(Protocol):
     span: Visibility
 
     def make(self, starts: Any, lengths: Any) -> None:
-        """Set the rows of the step. `starts` ([rows + 1]) contains the first query of each row in q. `lengths`
-        ([rows]) is the number of tokens of each row, with its queries."""
+        """Set the sequences of the step. `starts` ([sequences + 1]) contains the index in q of each sequence's
+        first query. `lengths` ([sequences]) is the number of tokens of each sequence, including its queries."""
 
     def attend(
         self,
@@ -65,11 +65,11 @@ def decode_plan(
     device: torch.device | str = "cuda",
     sharing: SharedRuns | None = None,
 ) -> Plan:
-    """Return a plan for up to `sequences` rows of up to `queries` query tokens. `span` is the visibility of the
-    layers.
+    """Return a plan for up to `sequences` sequences with up to `queries` query tokens each. `span` is the
+    visibility rule of the layers.
 
-    On a GPU, `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`, which does not
-    change results.
+    On a GPU, the `starts` and `lengths` passed to `Plan.make` must be int32 tensors on the device. A CPU plan
+    ignores `sharing`, which does not change results.
     """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)
@@ -80,7 +80,8 @@ def decode_plan(
 
 
 def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
-    """Return a plan for rows with any number of queries. `starts` and `lengths` are arrays on the host."""
+    """Return a plan for sequences with any number of queries. The `starts` and `lengths` passed to `Plan.make` are
+    arrays on the host."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
     _check_span(span)
@@ -90,7 +91,7 @@ def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | s
 
 
 def _check_span(span: Visibility) -> None:
-    """Raise ValueError for a layer kind that the GPU kernels do not support."""
+    """Raise ValueError for a visibility rule that the GPU kernels do not support."""
     if span.kind not in SPAN_NUMBERS or span.has_holes:
         raise ValueError(
             f"the GPU kernels do not support layers of kind {span}; they support {', '.join(SPAN_NUMBERS)}: "

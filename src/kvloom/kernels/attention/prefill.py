@@ -1,11 +1,11 @@
 """Prefill on the GPU. A plan is made once per step from lengths on the host, and every layer runs it.
 
     plan = PrefillPlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128))
-    plan.make(starts, lengths)                     # host arrays; lists are built and uploaded when first needed
+    plan.make(starts, lengths)                     # host arrays; work lists are built and uploaded when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-A step may mix rows with any number of queries, including 1 and 0. `prefill_backends.choose_backend` selects the
-kernels. If a step begins with many rows of one query, the decode kernels compute those rows. The first call of
+The sequences of a step may have any number of queries, including 1 and 0. `prefill_backends.choose_backend` selects
+the kernels. If a step begins with many sequences of one query, the decode kernels compute them. The first call of
 `attend` prepares the step. Later calls with equal arguments can be captured in a CUDA graph. This module does not
 depend on the cache.
 """
@@ -55,19 +55,19 @@ from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capac
 __all__ = ["PrefillPlan"]
 
 MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
-"""Smallest number of query-key pairs, over all heads, for which attention libraries are timed."""
+"""Smallest number of query-key pairs of a step, over all heads, for which attention libraries are timed."""
 
 
 MIN_DECODE_ROWS = 16
-"""Smallest number of one-query rows at the start of a step that run on the decode kernels. In a mixed step the
-decoding rows come first."""
+"""If a step begins with at least this many sequences of one query, the decode kernels compute them. In a mixed
+step, the decoding sequences come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of query rows, all of the
-    size `tile`. A block whose tokens are split over several programs has partial results. `parts` and `part_lse` are
-    buffers for them, and `joins` lists how to merge them."""
+    """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of `tile.rows` query
+    rows. If the tokens of a block are split over several programs, each program has a partial result. `parts` and
+    `part_lse` are buffers for partial results, and `joins` lists how to merge them."""
 
     tile: BlockTile
     blocks: torch.Tensor
@@ -77,11 +77,11 @@ class _Blocks:
 
 
 class PrefillPlan:
-    """Attention of packed rows under one span.
+    """Attention of packed queries under one visibility rule (`span`).
 
-    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) override the automatic choice.
-    `libraries` are attention libraries that compete with our kernels. They are timed, and the fastest candidate
-    computes the step. The default is all installed libraries, or none if a backend or tile is given.
+    `backend`, `tile` (for attention over pages) and `gathered_tile` (over gathered K and V) override the automatic
+    choice. `libraries` are attention libraries that compete with our kernels. They are timed, and the fastest
+    candidate computes the step. The default is all installed libraries, or none if a backend or tile is given.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PrefillPlan:
         self._min_decode_rows = min_decode_rows
         self._decode_plans: dict[int, DecodePlan] = {}
         self._rows: QueryRows | None = None
-        self._span = span  # full attention if no row of the step is longer than the window
+        self._span = span  # full attention if no sequence of the step is longer than the window
         self._reset()
 
     def _reset(self) -> None:
@@ -134,11 +134,12 @@ class PrefillPlan:
         lengths: Sequence[int] | Ints,
         spans: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the rows of the step from host arrays. `starts` ([rows + 1]) contains the first query of each row.
-        `lengths` includes the queries.
+        """Set the sequences of the step from host arrays. `starts` ([sequences + 1]) contains the index in q of
+        each sequence's first query. `lengths` ([sequences]) is the number of tokens of each sequence, including its
+        queries.
 
-        `spans` are the image ids of the queries, if there are images. Without them, `attend` must copy the ids from
-        the device and wait.
+        `spans` are the image ids of the queries, if there are images. Without `spans`, `attend` must copy the ids
+        from the device and wait.
         """
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
@@ -161,11 +162,11 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse`
-        if they are given.
+        """Compute the same results as `reference.attend`, for the sequences of the last `make`. Writes to `out` and
+        `lse` if they are given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. With
-        them, some backends gather only the cached tokens from pages.
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. If
+        they are given, some backends gather only the cached tokens from pages.
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
@@ -201,7 +202,7 @@ class PrefillPlan:
             return None
         if (
             rows.context_lengths < 0
-        ).any():  # only the kernel over pages supports rows with more queries than tokens
+        ).any():  # only the kernel over pages supports sequences with more queries than tokens
             return None
         able = {x.name: x for x in self.libraries if x.supports(shape, dtype, self._span, softcap)}
         if not able:
@@ -275,8 +276,8 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return three values: the backend, the rows that the kernel over pages computes, and the rows that the
-        backend computes."""
+        """Return three values: the backend, the sequences that the kernel over pages computes, and the sequences
+        that the backend computes."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
@@ -285,7 +286,7 @@ class PrefillPlan:
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
-            # A padded row may have more queries than tokens. Only the kernel over pages supports such rows.
+            # A padded sequence may have more queries than tokens. Only the kernel over pages supports such sequences.
             long = (rows.context_lengths >= 0) & (
                 queries >= (MIN_GATHERED_QUERIES if self.backend is None else 1)
             )
@@ -305,8 +306,8 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Copy the image ids to the device. Also compute, for each query of an image, the last token that it sees: the
-        end of its image."""
+        """Copy the image ids to the device. Also compute the last token that each query of an image sees, which is
+        the last token of the image."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)
@@ -333,7 +334,7 @@ class PrefillPlan:
         scales: int,
     ) -> None:
         out, lse = call.outputs()
-        key = (call.q.dtype, len(chosen))  # all rows of the step, or those with few queries
+        key = (call.q.dtype, len(chosen))  # all sequences of the step, or those with few queries
         if key not in self._pages:
             self._pages[key] = self._plan_blocks(rows, chosen, call.q.dtype)
         ids = None if call.mask.spans is None else self._ids
@@ -350,8 +351,8 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """If the step begins with many rows of one query, compute these rows with the decode kernels. Return the
-        number of these rows, or 0."""
+        """If the step begins with many sequences of one query, compute them with the decode kernels. Return their
+        number, or 0."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:
@@ -378,7 +379,7 @@ class PrefillPlan:
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
         """Return the launches over pages: one with small tiles for sequences with few query rows, and one for all
-        others. A launch without rows is left out."""
+        other sequences. A launch without sequences is left out."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):
@@ -409,5 +410,5 @@ class PrefillPlan:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 16  # Triton's interpreter: enough programs that long rows are split
+        return 16  # Triton's interpreter: enough programs that long blocks are split
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -4,13 +4,14 @@ does not import Triton.
 | backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
 | pages       | pages in place                     | everything                                                        |
-| descriptors | pages gathered to one run per row  | half precision; windows, chunks and sinks; any mix of lengths     |
-| cudnn       | pages gathered to one run per row, | half precision; sinks. Runs torch's cuDNN operator, which is the  |
+| descriptors | a contiguous copy per sequence     | half precision; windows, chunks and sinks; any mix of lengths     |
+| cudnn       | a contiguous copy per sequence,    | half precision; sinks. Runs torch's cuDNN operator, which is the  |
 |             | in batches of equal size           | fastest for large batches                                         |
 
-To gather is to copy tokens from pages to contiguous memory. For a windowed row, only the tokens visible in the step
-are gathered. If no row of a step is longer than the window, attention is treated as full. cuDNN takes 40 milliseconds
-on the host to plan a new size. It is therefore used only for round sizes, which repeat from chunk to chunk.
+To gather is to copy tokens from pages to contiguous memory. In a window, only the tokens visible in the step are
+gathered. If no sequence of a step is longer than the window, attention is treated as full. cuDNN takes 40
+milliseconds on the host to plan a new size. It is therefore used only for round sizes, which repeat from chunk to
+chunk.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Head dimensions (keys, values) that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. With fewer tiles, some multiprocessors are
-idle."""
+"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. With fewer tiles, some multiprocessors
+would be idle."""
 MIN_CUDNN_PAIRS = 1 << 26
 """Smallest number of query-key pairs, over all heads, that is worth a cuDNN plan for a new size."""
 MAX_CUDNN_BATCHES = 4
-"""Largest number of cuDNN batches in a step. With more batches, one launch over all gathered rows is faster."""
+"""Largest number of cuDNN batches in a step. With more batches, one launch over all gathered sequences is faster."""
 MIN_GATHERED_PAIRS = 1 << 26
-"""Smallest number of query-key pairs, over all heads, that is worth gathering pages. With fewer pairs, the extra
+"""Pages are gathered only for at least this many query-key pairs, over all heads. With fewer pairs, the extra
 launches cost more than they save."""
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """Used instead of MIN_GATHERED_PAIRS for heads of more than 128 dims, which are slower over pages."""
@@ -64,13 +65,14 @@ MANY_VISIBLE_TOKENS = 2048
 """For heads of up to 64 dims, descriptors are faster than cuDNN if queries see at least this many tokens on
 average."""
 NARROW_WINDOW = 128
-"""Windows of at most this size are narrow. Heads of up to 64 dims then use tiles with fewer tokens per step."""
+"""Windows of at most this many tokens are narrow. In a narrow window, heads of up to 64 dims use tiles with fewer
+tokens."""
 MIN_GATHERED_QUERIES = 64
-"""Rows with fewer queries are computed over pages, because gathering would cost more than their attention."""
+"""Sequences with fewer queries are computed over pages, because gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Smallest number of units in one piece of a split block. A unit is the number of tokens that the kernel reads in one
-step."""
+"""Smallest number of units in one piece of a split block. A unit is the number of tokens that the kernel reads at a
+time."""
 SMALL_ROWS = 16
 """A sequence with at most this many query rows per KV head gets small tiles, even if other sequences get large tiles.
 A query row is one query head of one query token."""
@@ -78,9 +80,9 @@ A query row is one query head of one query token."""
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The sequences of a step, on the host. `starts` has the first query of each sequence in q. `lengths` is the
-    number of tokens of each sequence, including its queries. `context_lengths` is the number of tokens before the
-    queries."""
+    """The sequences of a step, on the host. `starts` has the index in q of each sequence's first query. `lengths`
+    is the number of tokens of each sequence, including its queries. `context_lengths` is the number of tokens
+    before the queries."""
 
     starts: Ints
     lengths: Ints
@@ -105,17 +107,17 @@ class QueryRows:
         return self.lengths - self.queries
 
     def count_pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
-        """Count the query-key pairs of the `chosen` rows, for one head. A pair is a query and a token that the
-        query sees."""
+        """Return the number of query-key pairs of the `chosen` sequences, for one head. A pair is a query and a
+        token that the query sees."""
         lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
         return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
     def mean_visible(self, span: Visibility, chosen: Ints | slice = slice(None)) -> float:
-        """Return the mean number of tokens that a query of the `chosen` rows sees."""
+        """Return the mean number of tokens that a query of the `chosen` sequences sees."""
         return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
     def sees_all_context(self, span: Visibility) -> bool:
-        """Return whether every query sees all earlier tokens. This holds if the span is full, or if no sequence is
+        """Return whether every query sees all earlier tokens. This is true for full attention, or if no sequence is
         longer than the window.
         """
         last = self.lengths[self.queries > 0]
@@ -124,8 +126,8 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The size and launch parameters of a block: `rows` query rows, `tokens` tokens per step, warps, stages, programs
-    per multiprocessor, and an optional register limit."""
+    """The size and launch parameters of a block: number of query rows (`rows`), tokens read at a time (`tokens`),
+    warps, stages, programs per multiprocessor, and an optional register limit."""
 
     rows: int
     tokens: int
@@ -152,8 +154,8 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
     """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
-    Heads of more than 128 dims need 8 warps, because the registers of 4 warps are too few for the outputs of a block.
-    Small heads read many tokens per step, but fewer in a narrow window.
+    Heads of more than 128 dims need 8 warps, because the registers of 4 warps are too few for the outputs of a
+    block. For small heads, a tile has many tokens, but fewer in a narrow window.
     """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
@@ -173,10 +175,10 @@ def choose_backend(
     plain: bool,
     cudnn: bool,
 ) -> Backend:
-    """Return the backend for the `chosen` rows, which have many queries. The other rows run over pages.
+    """Return the backend for the `chosen` sequences, which have many queries. All other sequences run over pages.
 
-    `span` is the layer's span, or full if no row is longer than the window. `plain` means that there is no softcap, no
-    image and no scale. `cudnn` states whether cuDNN is available.
+    `span` is the visibility rule of the layer, or full if no sequence is longer than the window. `plain` means that
+    there is no softcap, no image and no scale. `cudnn` states whether cuDNN is available.
     """
     gathers = (
         plain
@@ -210,11 +212,11 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list that
-    joins split blocks; and the number of slots for partial results.
+    """Return three values for `attend_blocks`: the blocks (groups of query rows) of the `chosen` sequences, longest
+    first; the list of merges of split blocks; and the number of slots for partial results.
 
-    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each query of
-    an image, the last token of the image.
+    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each query
+    of an image, the last token of the image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -259,11 +261,11 @@ def span_list(
     causal: bool,
     span: Visibility,
 ) -> Lists:
-    """Return the block list for `attend_gathered`, longest blocks first.
+    """Return the list of blocks (groups of query rows) for `attend_gathered`, longest blocks first.
 
-    Each array has one value per sequence. The gathered K and V of a sequence begin at token `bases` and have `tokens`
-    tokens. The first `context_lengths` of these tokens precede the queries. `rows` is the number of query rows of a
-    block.
+    Each array has one value per sequence. The gathered K and V of a sequence begin at token `bases` and have
+    `tokens` tokens. The first `context_lengths` of these tokens precede the queries. `rows` is the number of query
+    rows of a block.
     """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
@@ -277,8 +279,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row are copied to the position
-    `into`. Zeros are added until the copy has `sizes` tokens."""
+    """Return the copy list for `gather_pages`. Each copy has one value in every array: the line of the block table
+    (`table_rows`), the token range to copy ([begins, ends)), the position to copy to (`into`), and its size in
+    tokens (`sizes`). Zeros fill the rest of a copy whose token range is shorter than its size."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -295,8 +298,8 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 @dataclass(frozen=True, slots=True)
 class CudnnBatch:
-    """One cuDNN batch. It has consecutive `rows` of the step with the same `context` and the same number of
-    `queries`."""
+    """One cuDNN batch: consecutive sequences of the step (`rows`) with the same number of context tokens
+    (`context`) and the same number of `queries`."""
 
     rows: Ints
     context: int
@@ -304,8 +307,8 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group neighbouring rows with equal numbers of queries and context tokens into batches. Return no batches if any
-    size is not round. A size is round if it is a multiple of `_even_size`."""
+    """Group neighbouring sequences with equal numbers of queries and context tokens into batches. Return no batches
+    if any number is not round. A number is round if it is a multiple of `_even_size`."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -319,20 +322,20 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the unit of round sizes: the largest power of two up to `tokens`, divided by `parts`, but at least
-    128."""
+    """Return the unit of round sizes: the largest power of two that is at most `tokens`, divided by `parts`. The
+    result is at least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
 def _index_within(times: Ints) -> Ints:
-    """Return the numbers 0, 1, …, n - 1 for each value n of `times`, one after the other."""
+    """Return the numbers 0 to n - 1 for each value n of `times`, concatenated."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
 def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
-    """Count the query-key pairs of a sequence of `tokens` tokens if every token is a query."""
+    """Return the number of query-key pairs of a sequence with `tokens` tokens, if every token is a query."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

@@ -1,7 +1,7 @@
-"""Prefill by cuDNN. Pages are gathered into batches of equal rows. Attention over the new tokens (causal) and over the
-context are separate calls. Their results are merged by log-sum-exp.
+"""Prefill by cuDNN. Sequences of equal size form a batch, and their pages are gathered. One call computes causal
+attention over the new tokens, and a second call attention over the context. The results are merged by log-sum-exp.
 
-`prefill_backends.cudnn_batches` forms the batches. This module is independent of plans and of other backends.
+`prefill_backends.cudnn_batches` forms the batches. This module does not depend on plans or other backends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CudnnPrefill", "PrefillCall", "gather_buffers"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """The inputs and output buffers of one layer's call. A buffer that is None is allocated when needed."""
+    """The inputs and output buffers of one layer's attention. A buffer that is None is allocated when needed."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,7 +36,7 @@ class PrefillCall:
     lse: torch.Tensor | None
 
     def with_outputs(self) -> PrefillCall:
-        """Return a copy of the call with allocated output buffers."""
+        """Return a copy of this object in which both output buffers are allocated."""
         out, lse = self.outputs()
         return replace(self, out=out, lse=lse)
 
@@ -51,8 +51,9 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages, and `places` the queries
-    of each sequence in q (tables of `triton_gathered`). `first` is the index of the batch's first query in q."""
+    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages, and `places` the
+    queries of each sequence in q. `triton_gathered` describes both lists. `first` is the index in q of the batch's
+    first query."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -61,8 +62,8 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """Computes the attention of a step with cuDNN. The first call divides the sequences of the step into batches, and
-    later layers reuse them."""
+    """Computes the attention of a step with cuDNN. The first call divides the sequences of the step into batches.
+    Later layers reuse the batches."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -76,8 +77,8 @@ class CudnnPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, or
-        None. Without them, the new tokens are gathered from pages, too."""
+        """Compute attention of the `chosen` sequences. `new_k` and `new_v` are the keys and values of the new
+        tokens, or None. If they are None, the new tokens are also gathered from pages."""
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
             groups = cudnn_batches(rows, chosen)
@@ -153,5 +154,5 @@ def _batched(
 
 
 def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """View packed tokens as a batch of `number` rows with `tokens` tokens each. Copies nothing."""
+    """View packed tokens as a batch of `number` sequences with `tokens` tokens each. Copies nothing."""
     return x.view(number, tokens, *x.shape[1:])

@@ -1,7 +1,7 @@
-"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a row are therefore gathered from pages
-first. If no row has context, the new tokens are read directly, without a copy.
+"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a sequence are therefore gathered from
+pages first. If no sequence has context, the new tokens are read directly, without a copy.
 
-    tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
+    tokens             |-- outside every window --|-- context, visible --|---- new ----|
     gathered                                       |--------------- one copy -----------|    |---- new ----|
                                                                                             no context: not copied
 
@@ -41,13 +41,13 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """Computes the attention of a step for layers with the visibility `span`. The first call makes the plan, and later
-    layers reuse it. `tile` overrides the chosen tile size."""
+    """Computes the attention of a step for layers with the visibility rule `span`. The first call makes the plan,
+    and later layers reuse it. `tile` overrides the chosen tile size."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
         self._listed: dict[bool, _GatherPlan] = {}
-        self._fresh: bool | None = None  # whether no row has cached tokens
+        self._fresh: bool | None = None  # whether no sequence has cached tokens
 
     def attend(
         self,
@@ -57,8 +57,9 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, or
-        None. They are read directly if no row has context. Otherwise all tokens are gathered from pages."""
+        """Compute attention of the `chosen` sequences. `new_k` and `new_v` are the keys and values of the new
+        tokens, or None. They are read directly if no sequence has context. Otherwise all tokens are gathered from
+        pages."""
         out, lse = call.outputs()
         if self._fresh is None:
             self._fresh = not rows.context_lengths[chosen].any()

@@ -26,8 +26,8 @@ __all__ = [
 MERGE_ROWS = 32
 JOIN_ROWS = 16
 FEW_TILES = 4
-"""If a window has at most this many tiles, one loop masks every tile. Separate loops for tiles with and without a mask
-would have only one or two tiles each, which is slower."""
+"""If a window has at most this many tiles, one loop processes all tiles, with a mask. Two loops, for tiles with and
+without a mask, would have only one or two tiles each, which is slower."""
 
 
 def attend_blocks(
@@ -50,10 +50,10 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend every block over its pages. Results of whole blocks are written to `out`. Partial results of split blocks
-    are written to `parts`.
+    """Compute attention of every block over its pages. Results of whole blocks are written to `out`. Partial
+    results of split blocks are written to `parts`.
 
-    `span` is the mask's span, or full if no row is longer than the window.
+    `span` is the visibility rule of the mask, or full if no sequence is longer than the window.
     """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
@@ -82,7 +82,7 @@ def join_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge the partial results of split blocks."""
+    """Merge the partial results of split blocks, as listed in `joins`, and write them to `out` and `lse`."""
     rows = min(JOIN_ROWS, tile.rows)
     kernels.join_blocks[(shape.kv_heads, joins.shape[0], tile.rows // rows)](
         out, lse, parts, part_lse, joins, parts if sinks is None else sinks, out.stride(0), out.stride(1), *lse.stride(),
@@ -99,9 +99,7 @@ def gather(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
-    """Copy tokens from pages to `k_out` and `v_out` ([tokens, heads, dim], contiguous), as listed in `copies`. One
-    launch.
-    """
+    """Copy tokens from pages to `k_out` and `v_out` ([tokens, heads, dim], contiguous), as listed in `copies`."""
     heads, each = k.shape[2], 1 if k.shape[2] % 2 else 2
     gathered.gather_pages[(copies.shape[0], heads // each, 2)](
         k, v, k_out, v_out, copies, tables, *k.stride()[:3], *v.stride(), heads * k.shape[3], heads * v.shape[3],
@@ -124,8 +122,8 @@ def attend_gathered(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend over contiguous K and V ([tokens, heads, dim]) that satisfy `fits_descriptor`. The span applies only to
-    causal attention.
+    """Compute attention over contiguous K and V ([tokens, heads, dim]) that satisfy `fits_descriptor`. `span`
+    applies only to causal attention.
     """
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
@@ -169,8 +167,8 @@ def merge_parts(
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Return whether tensor descriptors can read these keys or values in place. Each token must be contiguous and
-    aligned.
+    """Return whether tensor descriptors can read the keys or values `x` without a copy. Each token must be
+    contiguous and aligned.
     """
     return (
         x.stride(2) == 1
@@ -185,8 +183,8 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, per token and per head. If there is only one scale per head, the
-    first two strides are 0."""
+    """Return three strides of a scale tensor: per page, per token and per head. If there is only one scale per
+    head, the first two are 0."""
     if scale is None:
         return 0, 0, 0
     return (

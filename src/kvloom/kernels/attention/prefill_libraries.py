@@ -1,14 +1,15 @@
-"""External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than our
-kernels.
+"""External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than
+our kernels.
 
 | library          | found as                                                | supports                                         |
 |------------------|---------------------------------------------------------|--------------------------------------------------|
-| FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3`  | full and sliding attention, softcap; dims to 256 |
-| FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
+| FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3` | full and sliding attention, softcap; dims to 256 |
+| FlashInfer       | `flashinfer`                                            | full attention; dims 64, 128, 256                |
 
-All libraries are optional. Steps of similar size form a size class. The first step of a class times all candidates on
-its own tensors, which takes milliseconds. The process reuses the result. `KVLOOM_ATTENTION_LIBRARIES` lists the
-allowed modules, separated by commas. An empty value allows none. This module does not depend on our plans and kernels.
+All libraries are optional. Steps of similar size form a size class. The first step of a size class times all
+candidates on the tensors of the step, which takes milliseconds. Later steps of the class reuse the result.
+`KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by commas. An empty value allows none. This module
+does not depend on our plans and kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """The inputs and the output buffer of one layer's call. If the buffer is None, the library allocates it."""
+    """The inputs and the output buffer of one layer's attention. If the buffer is None, the library allocates it."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -69,7 +70,7 @@ class PagedCall:
 
 @dataclass
 class LibraryStep:
-    """The rows of a step, on the host and on the device, and the plan of each library for them."""
+    """The sequences of a step, on the host and on the device, and the plan that each library made for them."""
 
     rows: QueryRows
     device: torch.device
@@ -83,13 +84,13 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """An attention library: computes causal attention of packed rows over pages. The last query of a row sees all
-    tokens of the row."""
+    """An attention library. It computes causal attention of packed queries over pages. The last query of a sequence
+    sees all tokens of the sequence."""
 
     name: str
 
     def supports(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
-        """Return whether the library supports layers of this kind on this machine."""
+        """Return whether the library supports layers with these properties on this machine."""
         ...
 
     def attend(self, step: LibraryStep, call: PagedCall) -> Result:
@@ -223,8 +224,8 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """Return the key under which a measurement is stored. Steps with the same shape, and with sizes within a factor
-    of two, have the same key."""
+    """Return the key of the step's size class. Steps with the same shape, and with sizes within a factor of two,
+    have the same key."""
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),
@@ -244,8 +245,8 @@ def measure_fastest(
     """Return the name of the fastest candidate for the size class `key`. The first call for a size class times all
     candidates and stores the result.
 
-    A candidate is excluded with a warning if it fails, or if its result differs from that of the first candidate.
-    During graph capture nothing is timed or stored, and the first candidate is returned.
+    A candidate is excluded with a warning if it fails, or if its result differs from the result of the first
+    candidate. During graph capture nothing is timed or stored, and the first candidate is returned.
     """
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]
@@ -267,7 +268,7 @@ def measure_fastest(
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest time of a few runs, in seconds."""
+    """Return the shortest time of MEASURED_RUNS calls, in seconds."""
     call()
     best = math.inf
     for _ in range(MEASURED_RUNS):

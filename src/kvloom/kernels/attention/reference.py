@@ -1,17 +1,17 @@
 """Attention over pages in plain torch, in float32 or float64. It is the oracle: every kernel must compute the same
 results.
 
-Rows are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens of the
-sequence. This module does not depend on models or the pool.
+Queries are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens
+of the sequence. This module does not depend on models or the pool.
 
-| argument   | shape               | meaning                                                              |
-|------------|---------------------|----------------------------------------------------------------------|
-| q          | [queries, heads, d] | packed queries of all sequences                                      |
-| k, v       | [pages, b, kv, d]   | pages of this layer, new tokens already written                      |
-| tables     | [sequences, blocks] | page ids, 0 where nothing is visible                                 |
-| starts     | [sequences + 1]     | index in q of each sequence's first query, then the number of        |
-|            |                     | queries; two equal neighbours mean an empty row                      |
-| lengths    | [sequences]         | number of tokens of each sequence, including its queries             |
+| argument | shape               | meaning                                                       |
+|----------|---------------------|---------------------------------------------------------------|
+| q        | [queries, heads, d] | packed queries of all sequences                               |
+| k, v     | [pages, b, kv, d]   | pages of this layer, new tokens already written               |
+| tables   | [sequences, blocks] | page ids, 0 where nothing is visible                          |
+| starts   | [sequences + 1]     | index in q of each sequence's first query, then the number of |
+|          |                     | queries; two equal neighbours mean a sequence without queries |
+| lengths  | [sequences]         | number of tokens of each sequence, including its queries      |
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Largest number of bytes that one batch of `attend` gathers and scores. A single long row may need more. Its queries
-are then split into pieces whose scores need half of this size."""
+"""Largest number of bytes that one batch of `attend` gathers and scores. A single long sequence may need more. Its
+queries are then split into pieces whose scores need half of this size."""
 SMALL_PADDING_BYTES = 2 << 20
-"""Rows of different lengths share a batch while the padding is below this size in bytes. A little padding costs less
-than more torch calls."""
+"""Sequences of different lengths form one batch while the padding is below this size in bytes. A little padding
+costs less than more torch calls."""
 MIN_PIECE_QUERIES = 16
-"""Smallest number of queries in a piece of a long row."""
+"""Smallest number of queries in a piece of a long sequence."""
 LOG2E = 1 / math.log(2)
 
 
@@ -61,8 +61,8 @@ def attend(
     """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
 
     A query that sees no token has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of
-    scales ([pages, b, kv]) or one scale per head ([kv]). Rows of similar size are computed in one batch. The number
-    of torch calls grows with the bytes read, not with the number of rows.
+    scales ([pages, b, kv]) or one scale per head ([kv]). Sequences of similar size are computed in one batch. The
+    number of torch calls grows with the bytes read, not with the number of sequences.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -124,8 +124,8 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call, as arrays with one value per sequence: the index in q of its first query, its number
-    of queries, its number of tokens before the queries, and its number of all tokens."""
+    """The sequences of a call, as arrays with one value per sequence: index in q of the first query, number of
+    queries, number of tokens before the queries, number of all tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -136,9 +136,10 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """The sequences of a call, split into pieces. Each array has one value per piece. A piece is `queries` consecutive
-    queries of the sequence `row`. `query` is the index of the first one in q, and `position` its position in the
-    sequence. The piece reads `blocks` blocks of the sequence, starting at block number `block`."""
+    """The sequences of a call, split into pieces. Each array has one value per piece. A piece is `queries`
+    consecutive queries of the sequence with the index `row`. `query` is the index in q of the first query, and
+    `position` its position in the sequence. The piece reads `blocks` blocks of the sequence, starting at block
+    number `block`."""
 
     row: Ints
     query: Ints
@@ -149,7 +150,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Split every row with queries into pieces. A row is one piece if its scores fit into half of
+    """Split every sequence with queries into pieces. A sequence is one piece if its scores fit into half of
     MAX_BATCH_BYTES, or if it has at most MIN_PIECE_QUERIES queries."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
@@ -175,8 +176,8 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Yield groups of pieces of similar size. The numbers of queries in a group differ at most by a factor of two. If
-    padding is large, this also applies to the numbers of blocks."""
+    """Yield groups of pieces of similar size. The numbers of queries in a group differ at most by a factor of two.
+    If padding is large, the numbers of blocks also differ at most by a factor of two."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -196,15 +197,15 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the pieces with the indices `chosen`, in ascending order. The outputs of a batch of all pieces then need
-    no reordering."""
+    """Return the pieces with the indices `chosen`, in ascending order. If a batch has all pieces, its outputs then
+    need no reordering."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Return two arrays of shape [pieces, queries of the longest piece]. The first has the index in q of every query.
-    The second is True for a query and False for padding."""
+    """Return two arrays [pieces, queries of the longest piece]. The first has the index in q of every query. The
+    second is True for a query and False for padding."""
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
     return np.where(real, pieces.query[:, None] + step, 0), real
@@ -214,7 +215,7 @@ def _attend(
     layer: _Layer, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and
-    log-sum-exps. `query` and `real` are the results of `_places`."""
+    log-sum-exps [n * c, heads]. `query` and `real` are the results of `_places`."""
     q, k, v, mask = layer.q, layer.k, layer.v, layer.mask
     n, c = query.shape
     kv, group, device = k.shape[2], q.shape[1] // k.shape[2], q.device
@@ -272,20 +273,21 @@ def _attend(
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Multiply the matrices of each KV head, head by head. All tensors are [kv, n, …]. One product over all heads
-    would have to copy them, because gathered heads are interleaved in memory."""
+    would have to copy the matrices, because gathered heads are interleaved in memory."""
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """Return which tokens each query sees: [n, c, t]. Token positions count from the first block of the piece."""
+    """Return which tokens each query sees, as a mask [n pieces, c queries, t tokens]. Token positions count from
+    the first block of the piece."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
     if mask.trees is not None or mask.spans is not None:
         own = (
             token - rows.context_lengths[pieces.row][:, None, None]
-        )  # index of the token among the queries of its row
+        )  # index of the token among the queries of its sequence
         inside = (own >= 0) & (own < rows.queries[pieces.row][:, None, None]) & (position >= 0)
         if mask.trees is not None:
             trees = mask.trees.cpu().numpy().astype(np.int64)
@@ -308,7 +310,8 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
 
 
 def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
-    """Return the page ids of each piece's blocks, concatenated. A shorter piece repeats its last page."""
+    """Return the page ids of the blocks of all pieces, concatenated. A shorter piece repeats its last page, so that
+    all pieces have equally many ids."""
     column = pieces.block[:, None] + np.minimum(np.arange(pieces.blocks.max()), pieces.blocks[:, None] - 1)
     ids = tables.cpu().numpy()[pieces.row[:, None], column]
     return torch.as_tensor(ids, device=tables.device).flatten()
@@ -328,7 +331,8 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales as [kv, n, 1, t], or as [kv or 1, 1, 1, 1] if they are per head."""
+    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv or 1, 1, 1,
+    1]."""
     if scales is None:
         return None
     if scales.dim() < 3:

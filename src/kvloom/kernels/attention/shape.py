@@ -31,24 +31,25 @@ SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
 
 
 PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
-"""Row capacities of decode plans. A plan is compiled once and serves every step with at most this many rows."""
+"""The capacities of decode plans, in sequences. A plan is compiled once and serves every step with at most this
+many sequences."""
 
 
 def plan_capacity(rows: int) -> int:
-    """Return the smallest of PLAN_CAPACITIES that is at least `rows`."""
+    """Return the smallest of PLAN_CAPACITIES that is at least `rows`, the number of sequences."""
     return next(capacity for capacity in PLAN_CAPACITIES if capacity >= rows)
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Split a head dimension into two powers of two (80 = 64 + 16), because Triton loads powers of two. Without the
-    split, it would load padding. The second number may be 0."""
+    """Split a head dimension into two powers of two, for example 80 into 64 and 16. Triton loads powers of two, so
+    without the split it would load padding. The second number may be 0."""
     high = 1 << dim.bit_length() - 1
     return high, dim - high
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The attention of one layer: number of heads, their dimensions, tokens per page, and dtype of the pages."""
+    """The attention shape of one layer: number of heads, their dimensions, tokens per page, and dtype of the pages."""
 
     heads: int
     kv_heads: int

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Batch-invariant attention kernels. The sums of a row, and the order of their terms, depend only on that row.
+"""Batch-invariant attention kernels. The sums of a sequence, and the order of their terms, depend only on that
+sequence.
 
-Every call uses the same tile size. Tokens are divided into pieces at multiples of PIECE, and pieces into steps at
-multiples of BN. Each piece is summed separately. Its sum is then added to the sum of the earlier pieces:
+Every call uses the same tile size. Tokens are divided into pieces of PIECE tokens. A piece is read BN tokens at a
+time and summed separately. The sum is then added to the sum of the earlier pieces:
 
     tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program adds all pieces of a block
                                                         decode: one program per piece, `join_pieces` adds them
 
-Prompts and decode both use `_fold` for this addition, so they compute identical bits. Tokens that a query does not see
-add zeros.
+Prompts and decode both use `_fold` for this addition, so they compute identical bits. Tokens that a query does not
+see add zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 
 ITEM_WIDTH: tl.constexpr = tl.constexpr(
     5
-)  # table row, first row of the block, first query, number of queries, position of the first query
+)  # line of the block table, first query row of the block, first query, number of queries, position of the first query
 
 
 @triton.jit
@@ -56,8 +57,8 @@ def _piece(
     BN: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax over the tokens of one piece that are in [lo, hi). Return, for each query row, the largest
-    score (peak), the sum of weights and the weighted sums of values."""
+    """Compute the softmax over those tokens of one piece that are in [lo, hi). Return three values for each query
+    row: the largest score (peak), the sum of weights and the weighted sum of values."""
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc0 = tl.zeros([BM, DV0], tl.float32)
@@ -81,8 +82,8 @@ def _finish(
     OUT, LSE, SINKS, VS, head_scale, token, head, mine, peak, weight, acc0, acc1, out_token, out_head, lse_token, lse_head,
     DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of the rows to OUT and LSE. If values have one scale per head, VS + `head_scale` is the
-    address of the scale."""
+    """Write the results of a program's query rows to OUT and LSE. If values have one scale per head, VS +
+    `head_scale` is the address of the scale."""
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SCALES == 1:
@@ -109,7 +110,8 @@ def attend_by_piece(
     SIZE: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block of BM query rows of one KV head over all its pieces. Grid: (items * HEADS)."""
+    """Compute attention of one block of BM query rows of one KV head, over pieces of PIECE tokens, one after
+    another. Grid: (items * HEADS)."""
     kv_head = tl.program_id(0) % HEADS
     item = ITEMS + tl.program_id(0) // HEADS * ITEM_WIDTH
     table = TABLES + tl.load(item).to(tl.int64) * table_row
@@ -119,7 +121,9 @@ def attend_by_piece(
     own = tl.load(item + 4)
     row = row0 + tl.arange(0, BM)
     mine = row < queries * GROUP
-    at = tl.minimum(row // GROUP, queries - 1)  # rows past the end repeat the last token and are not stored
+    at = tl.minimum(
+        row // GROUP, queries - 1
+    )  # query rows past the end repeat the last token and are not stored
     token = (query + at).to(tl.int64)
     last = own + at
     first = first_visible(last, SPAN, SIZE)
@@ -168,8 +172,8 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Count the pieces of each one-query row. Writes the running sum of the counts to ENDS [CAPACITY]. Run by one
-    program."""
+    """Count the pieces (PIECE tokens each) of every sequence. Writes the running sum of the counts to ENDS
+    [CAPACITY]. Every sequence has one query. Run by one program."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE
@@ -187,10 +191,11 @@ def attend_pieces(
     SIZE: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Attend one-query rows piece by piece. Grid: (lanes, HEADS, blocks of BM query heads of a KV head). A lane
-    processes several pieces.
+    """Compute attention of sequences with one query, separately for each piece of PIECE tokens. Grid: (lanes,
+    HEADS, blocks of BM query heads of a KV head). A lane processes several pieces.
 
-    Writes the results of a piece to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak, weight].
+    Writes the results of a piece to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak,
+    weight].
     """
     kv_head = tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -203,7 +208,7 @@ def attend_pieces(
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         sequence = total * 0
         beyond = sequence + rows
-        for _ in range(ROUNDS):  # the first row that ends after this item
+        for _ in range(ROUNDS):  # binary search for the first sequence whose pieces end after this piece
             middle = (sequence + beyond) // 2
             passed = tl.load(ENDS + tl.minimum(middle, rows - 1)) <= item
             sequence = tl.where(passed, middle + 1, sequence)
@@ -244,7 +249,8 @@ def join_pieces(
     OUT, LSE, PARTS, SUMS, ENDS, SINKS, VS, vs_head, out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Add the pieces of each row in order. Grid: (rows, query heads). A row that sees no token gets zeros."""
+    """Add the sums of each sequence's pieces in order, and write the results to OUT and LSE. Grid: (sequences,
+    query heads). A sequence that sees no token gets zeros."""
     sequence = tl.program_id(0)
     head = tl.program_id(1) + tl.zeros([1], tl.int64)
     before = tl.load(ENDS + tl.maximum(sequence - 1, 0))

@@ -1,16 +1,17 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
+"""Prefill over gathered K and V: the kernels that copy pages, compute attention by tensor descriptors, and merge
+batches.
 
-`triton_prefill` defines rows and blocks. The host passes the copies and the visible tokens as int32 lists, one line
-per item. This module does not depend on plans.
+`triton_prefill` defines query rows and blocks. The host passes three int32 lists. Each item of a list has these
+fields:
 
-| list    | fields                                                                                      |
-|---------|---------------------------------------------------------------------------------------------|
-| spans   | first row, first query, number of queries, position of the first query, first token in K,   |
-|         | number of tokens                                                                            |
-| copies  | table row, first token in the pages, number of tokens in the pages, first token in the      |
-|         | copy, number of tokens in the copy                                                          |
-| places  | index in the batch, first token in the batch, number of queries, first packed query         |
+| list   | fields                                                                                               |
+|--------|------------------------------------------------------------------------------------------------------|
+| spans  | first query row, first query, number of queries, position of the first query, first token in K,      |
+|        | number of tokens                                                                                     |
+| copies | line of the block table, first token in the pages, number of tokens in the pages, first token in the |
+|        | copy, number of tokens in the copy                                                                   |
+| places | index in the batch, first token in the batch, number of queries, first packed query                  |
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def gather_pages(
     DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Copy tokens from pages to contiguous K and V, [tokens, heads, dim]. Grid: (copies, heads / EACH, 2 for K and V).
+    """Copy tokens from pages to contiguous K and V, [tokens, heads, dim]. Grid: (copies, heads / EACH, 2 for K and
+    V).
 
-    Tokens without a page are set to 0. Uninitialised memory could contain NaN, and NaN times a softmax weight of 0 is
-    still NaN.
+    Tokens without a page are set to 0. Uninitialised memory could contain NaN, and NaN times a softmax weight of 0
+    is still NaN.
     """
     copy = COPIES + tl.program_id(0) * COPY_WIDTH
     table = TABLES + tl.load(copy).to(tl.int64) * table_row
@@ -73,9 +75,9 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend a block of query rows to the BN tokens from `i` on (a tile). With CHECK, some rows do not see every
-    token, so scores are masked. With LAST, the sequence may end inside the tile. The tile may then contain tokens of
-    the next sequence."""
+    """Add one tile, the BN tokens from `i` on, to the running softmax of a block of query rows. With CHECK, scores
+    are masked, because some query rows do not see every token. With LAST, the sequence may end inside the tile. The
+    tile may then contain tokens of the next sequence."""
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
@@ -103,8 +105,8 @@ def attend_gathered(
     CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend blocks over K and V. Both are stored as [tokens, heads * dim] and read by tensor descriptors. Grid:
-    (blocks * HEADS).
+    """Compute attention of blocks of query rows over K and V. Both are stored as [tokens, heads * dim] and read by
+    tensor descriptors. Grid: (blocks * HEADS).
 
     Positions count from the first gathered token of a sequence. In a window, this is the first token that the first
     query sees. With FEW, the window has few tiles, so one loop masks every tile.
@@ -131,7 +133,7 @@ def attend_gathered(
     last = own + at
     first = first_visible(last, SPAN, SIZE)
     begin = 0
-    all_from = 0  # every row of the block sees the tokens in [all_from, all_to)
+    all_from = 0  # every query row of the block sees the tokens in [all_from, all_to)
     all_to = end
     if CAUSAL:
         final = own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1)
@@ -196,10 +198,11 @@ def merge_parts(
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Merge the attention results A and B over two sets of tokens, weighted by their natural log-sum-exps. Reads
-    [batch, token, head] and writes packed queries [token, head]. Without BOTH, only A is read. With SINK, the sinks
-    are added to the softmax.
+    [batch, token, head] and writes packed queries [token, head]. Without BOTH, A is copied and B is not read. With
+    SINK, the sinks are added to the softmax.
 
-    Grid: (longest * HEADS / ROWS rounded up, places), where `longest` is the largest number of queries of a place.
+    Grid: (longest * HEADS / ROWS rounded up, places). `places` is the number of items in PLACES, and `longest` the
+    largest number of queries of an item.
     """
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

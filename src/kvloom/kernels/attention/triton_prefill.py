@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over pages: the kernels that attend blocks of query rows and merge split blocks.
+"""Prefill over pages: the kernels that compute attention of blocks of query rows and merge split blocks.
 
-A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP
-+ head in group). A block is BM consecutive rows. The tokens of a long block are split into pieces, which different
-programs compute. A slot is the place of a piece's partial result. The host passes blocks and joins as int32 lists.
+A query row is one query head of one query token. The query rows of a sequence for one KV head are ordered by token
+(index = token * GROUP + head in group). A block is BM consecutive query rows. The tokens that a long block sees are
+split into pieces, which different programs compute. A slot is the index of a piece's partial result in a buffer.
+The host passes blocks and joins as int32 lists.
 
-| list    | fields                                                                                      |
-|---------|---------------------------------------------------------------------------------------------|
-| blocks  | table row, first token, end of the tokens, first row, first query, number of queries,       |
-|         | position of the first query, slot                                                           |
-| joins   | first slot, number of pieces, first row, first query, number of queries                     |
+| list   | fields                                                                                                    |
+|--------|-----------------------------------------------------------------------------------------------------------|
+| blocks | line of the block table, first token, end of the tokens, first query row, first query, number of queries, |
+|        | position of the first query, slot                                                                         |
+| joins  | first slot, number of pieces, first query row, first query, number of queries                             |
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def page_step(
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens from `t` to `t + BN` of one table row that are in [lo, hi). Without CHECK every row sees
-    every token, so nothing is masked."""
+    """Add the tokens from `t` to `t + BN` that are in [lo, hi) to the running softmax of a block. TABLE is the
+    sequence's line of the block table. Without CHECK, every query row sees every token, so nothing is masked."""
     ok = (t >= lo) & (t < hi)
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -101,7 +102,7 @@ def page_step(
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
-            v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)  # steps begin at multiples of 16 tokens
+            v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)  # `t` is a multiple of 16 tokens
         acc0 = product(
             p,
             load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, False, q0.dtype),
@@ -125,8 +126,8 @@ def attend_blocks(
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). The result of a piece
-    is written to its slot in PART and PART_LSE."""
+    """Compute attention of one block, or of one piece of a split block, for one KV head. Grid: (blocks * HEADS).
+    The result of a piece is written to its slot in PART and PART_LSE."""
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH
     table = TABLES + tl.load(block).to(tl.int64) * table_row
@@ -139,7 +140,9 @@ def attend_blocks(
     slot = tl.load(block + 7)
     row = row0 + tl.arange(0, BM)
     mine = row < queries * GROUP
-    at = tl.minimum(row // GROUP, queries - 1)  # rows past the end repeat the last token and are not stored
+    at = tl.minimum(
+        row // GROUP, queries - 1
+    )  # query rows past the end repeat the last token and are not stored
     token = (query + at).to(tl.int64)
     last = own + at
     first = first_visible(last, SPAN, SIZE)
@@ -232,7 +235,7 @@ def join_blocks(
     OUT, LSE, PART, PART_LSE, JOINS, SINKS, out_token, out_head, lse_token, lse_head, BM,
     GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of split blocks. Grid: (KV heads, joins, BM / ROWS)."""
+    """Merge the partial results of split blocks, as listed in JOINS. Grid: (KV heads, joins, BM / ROWS)."""
     head = tl.program_id(0)
     join = JOINS + tl.program_id(1) * JOIN_WIDTH
     slot = tl.load(join)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention of few query rows over pages, for short sequences. `triton_work_list` defines segments, tiles, units and
-lanes. One loop processes all units of a lane.
+"""Attention of few query rows over pages, for short sequences. `triton_work_list` defines segments, tiles, units
+and lanes. One loop processes all units of a lane.
 
-With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every unit,
-so the loads of the next tile overlap the end of the current tile. It supports segments of one tile and pages of 16 or
-32 bits, but no shared runs.
+With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every
+unit, so the loads of the next tile overlap the end of the current tile. It supports segments of one tile and pages
+with 16-bit or 32-bit values, but no shared runs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .triton_work_list import (
 __all__ = ["READ_AHEAD", "attend_single_tiles"]
 
 READ_AHEAD = 8
-"""The loop reads this many segments after the last segment, and ignores them. A loop may have at most this many
-stages."""
+"""Number of segments that the loop reads after the last segment and ignores. A loop may have at most this many
+pipeline stages."""
 
 
 @triton.jit
 def _peek(pointer):
-    """Read an int32 of the work list. On a GPU this uses inline assembly. A pipelined loop would move `tl.load`
-    several stages ahead, but the next address depends on the value that this function reads."""
+    """Read one int32 of the work list. The next address depends on it, so a pipelined loop must not load it in
+    advance. On a GPU, inline assembly prevents this."""
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -76,7 +76,8 @@ def _store_here(pointers, values, ok):
 
 @triton.jit
 def _store_columns(into, values, mine, SIZE: tl.constexpr):
-    """Store `values` [SIZE, rows]. Each row marked in `mine` goes to its address in `into`."""
+    """Store `values` [SIZE, rows]. `into` has the address of each query row. Only the query rows marked in `mine`
+    are stored."""
     column = tl.arange(0, SIZE)
     _store_here(into[None, :] + column[:, None], values, mine[None, :] & (column >= 0)[:, None])
 
@@ -91,10 +92,11 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Process one lane's units for one KV head (the module `triton_work_list` defines lanes and units). `SINGLE`
-    states that every segment has one query.
+    """Process one lane's units for one KV head. A lane is the part of the work list that one program processes (see
+    `triton_work_list`). `SINGLE` states that every segment has one query.
 
-    Results of whole tiles are written to OUT, and results of pieces of split tiles to PART, as in `attend_tiles`.
+    Results of whole tiles are written to OUT. Results of parts of split tiles are written to PART, as in
+    `attend_tiles`.
     """
     if OVERLAP:
         launch_dependents()

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Attention over pages by tiles of the work list: decode, draft trees and shared runs.
 
-One program processes its stretch of the work list (`triton_work_list`), tile by tile. Each tile is a running softmax
-over units (`triton_units`).
+Each program processes one lane of the work list (`triton_work_list`), tile by tile. The result of a tile is a
+running softmax over its units (`triton_units`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _run(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the units from `begin` to `end` to the running softmax of a tile, in order."""
+    """Add the units (BN tokens each) from `begin` to `end` to the running softmax of a tile, in order."""
     for i in tl.range(begin, end, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         ok = (t >= lo) & (t < right)
@@ -80,12 +80,13 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Process one lane's units for one KV head (the module `triton_work_list` defines lanes, tiles and units). With
-    DIRECT, results of whole tiles are written to OUT. All other results are written to PART.
+    """Process one lane's units for one KV head. A lane is the part of the work list that one program processes (see
+    `triton_work_list`). With DIRECT, results of whole tiles are written to OUT. All other results are written to
+    PART.
 
     With SHARED, MEMBERS lists the queries of a tile. Otherwise they are consecutive in q. SCALES is 0 for pages
-    without scales, 1 for one scale per head, 2 for one scale per token and head. With PHASES, units that every row
-    sees run in a separate loop without a mask. This helps if masking costs arithmetic.
+    without scales, 1 for one scale per head, 2 for one scale per token and head. With PHASES, units that every
+    query row sees run in a separate loop without a mask. This helps if masking costs arithmetic.
     """
     if OVERLAP:
         launch_dependents()
@@ -123,8 +124,7 @@ def attend_tiles(
             q1 = q1.to(tl.float16)
         q_size = scale * LOG2E
         if NATIVE:
-            # One scale for all rows is enough, because the absolute error of a score matters, not its
-            # relative error.
+            # One scale for all query rows is enough, because the absolute error of a score matters, not its relative error.
             MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
             LOW: tl.constexpr = LOW_INT8 if K.dtype.element_ty == tl.int8 else 1.0
             f0 = q0.to(tl.float32)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""One unit of attention: adds BN tokens of a table row to the running softmax of a tile's query rows.
+"""One unit of attention: adds BN tokens of a sequence to the running softmax of a tile's query rows.
 
-`step` handles pages of 16 and 32 bits. It also handles 8-bit pages, which it converts to 16 bits in registers.
-`step_8bit` handles 8-bit pages that the tensor cores read directly.
+`step` supports 16-bit and 32-bit values. It also supports 8-bit values, which it converts to 16 bits in registers.
+`step_8bit` supports 8-bit values that the tensor cores read directly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """Return the base-2 logarithm of normal numbers, with an error of 2^-22. This is one instruction instead of the
-    twenty of `tl.log2`."""
+    """Return the base-2 logarithm of normal numbers, with an error of 2^-22. This takes one instruction, and
+    `tl.log2` takes twenty."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -48,10 +48,10 @@ def _log2(x):
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
     """Return the page id of each token position in `t`, read from the block table TABLE.
 
-    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, the test applies to whole runs of
-    16 positions. If any position of a run is inside [lo, hi), all 16 get their page id. The later load of values needs
-    this, because it loads a run from the address of its first token. A page contains a multiple of 16 tokens, so a run
-    is inside one page. Without CHECK nothing is tested, and every position gets its page id.
+    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, positions are tested in groups
+    of 16. If any position of a group is inside [lo, hi), all 16 get their page id. The later load of values needs
+    this, because it loads a group from the address of its first token. The number of tokens of a page is a multiple
+    of 16, so a group is inside one page. Without CHECK nothing is tested, and every position gets its page id.
     """
     if CHECK:
         if RUNS:
@@ -64,7 +64,7 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """Return the scales of a unit's tokens, or 1 if pages have no scales."""
+    """Return the scale of each token of a unit (BN tokens), or 1 if pages have no scales."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -73,8 +73,8 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load [rows, WIDTH_] from memory, from column START on. `offsets` are the positions of the rows. Rows that are
-    not `ok` are zeros."""
+    """Load a tile [rows, WIDTH_] from memory, from column START on. `offsets` has the position of each tile row in
+    memory. Rows that are not `ok` are zeros."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -85,7 +85,7 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
     """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so that adjacent
-    tokens are loaded together. Values of tokens that are not `ok` may be NaN, so they are replaced afterwards."""
+    tokens are loaded together. Tokens that are not `ok` may be NaN, and are set to 0 afterwards."""
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
     if CHECK and turned.dtype != tl.int8:
@@ -98,8 +98,8 @@ def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED states that the token
-    dimension is dense in memory.
+    """Return the values of a unit (BN tokens): [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED states that
+    the token dimension is dense in memory.
     """
     if TURNED:
         turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
@@ -113,7 +113,8 @@ def load_values(
 def _seen(
     t, ok, first, last, own, tree_rows, TREES, BOUNDS: tl.constexpr, TREE: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Return which of the unit's tokens each row sees: [tokens, rows] if SMALL, else [rows, tokens]."""
+    """Return which tokens of a unit (BN tokens) each query row sees, as a mask [tokens, rows] if SMALL, else [rows,
+    tokens]."""
     t = t[:, None] if SMALL else t[None, :]
     seen = ok[:, None] if SMALL else ok[None, :]
     end = last[None, :] if SMALL else last[:, None]
@@ -149,11 +150,12 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit: the `BN` tokens at `t`, for the tile's rows. `ok` marks the tokens in [lo, hi).
+    """Process one unit: add the `BN` tokens at `t` to the running softmax of the tile's query rows. `ok` marks the
+    tokens in [lo, hi).
 
-    BOUNDS is a bit mask of the bounds to check for each row (1 last token, 2 first token). Without CHECK every row
-    sees every token. With few rows (SMALL), scores are [tokens, rows]. The tokens then fill the long side of the
-    tensor cores, which read K and V from shared memory without registers.
+    BOUNDS is a bit mask of the limits to check for each query row (1 last visible token, 2 first visible token).
+    Without CHECK, every query row sees every token. With few query rows (SMALL), scores are [tokens, rows]. The
+    tokens then fill the long side of the tensor cores, which read K and V from shared memory without registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -230,7 +232,7 @@ def step(
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
     """Split `x` (at most MOST) into two parts of 8 bits each, [..., 2], for a later conversion to DTYPE: x = high +
-    low / LOW. The error is at most that of 16 bits."""
+    low / LOW. The error is at most the error of 16-bit values."""
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
         # conversion.
@@ -244,11 +246,11 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Undo the split of `two_parts` after a matrix product. Returns the product with the unsplit operand, [A, B] in
-    float32. `x` is [A, 2 * B]: for each result, the product with the high part, then the product with the low part.
+    """Undo the split of `two_parts` after a matrix product. `x` [A, 2 * B] has two products for each result: with
+    the high part, then with the low part. Returns the product with the unsplit operand, [A, B] in float32.
 
-    In int8, the result is LOW_INT8 times too large, because it is the integer high * LOW_INT8 + low. With sums of at
-    most 256 products, this integer is below 2^31."""
+    In int8, the result is LOW_INT8 times too large, because it is the integer high * LOW_INT8 + low. With sums of
+    at most 256 products, this integer is below 2^31."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)
@@ -261,8 +263,8 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a unit, [WIDTH_, tokens]. Their token dimension is dense in memory. Short pages are read one
-    by one, so that adjacent threads read adjacent bytes."""
+    """Load the values of a unit (BN tokens), [WIDTH_, tokens]. Their token dimension is dense in memory. If a page
+    has fewer tokens than a unit, pages are read one by one, so that adjacent threads read adjacent bytes."""
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)
@@ -286,11 +288,12 @@ def step_8bit(
     BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit of 8-bit pages for few rows. The token dimension of V is dense. The tensor cores read K and
-    V directly.
+    """Process one unit of 8-bit pages for few query rows. The token dimension of V is dense. The tensor cores read
+    K and V directly.
 
-    Queries and weights are split into two 8-bit parts, so no precision is lost. `q_size` scales the products of
-    queries and keys. `weight` is MOST times too large, and the sums are MOST * LOW times too large.
+    Queries and weights are split into two 8-bit parts each, so no precision is lost. `q_size` scales the products
+    of queries and keys. The running sum `weight` is MOST times too large, and the weighted sums of values are MOST
+    * LOW times too large.
     """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE

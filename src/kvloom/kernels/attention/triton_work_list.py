@@ -2,19 +2,20 @@
 """The work list on the device: kernels that divide segments into tiles and units, distribute them evenly, and merge
 partial results.
 
-A segment is a token range [lo, hi) of one table row, with the queries that read it. A segment is divided into tiles
-of `BM` query rows (a row is one query head of one query token). Each tile is divided into units of `BN` tokens. The
-units of all tiles are numbered consecutively. Every lane processes an equal stretch of units, with one program per KV
-head:
+A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles
+of `BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN`
+tokens. The units of all tiles are numbered consecutively. A lane is an equal share of these units. One program per
+KV head processes it:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
-    |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        stretch = ceil(units / lanes)
+    |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        units of a lane = ceil(units / lanes)
 
-All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile costs about TOLL units, which
-are added to its unit count. A tile inside one lane is written to the output. A part of a split tile is written to
-`slot = tile + lane`, which is different for every part. A merge joins the parts by log-sum-exp. The device makes the
-list from lengths, so a captured graph works for any lengths.
+All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
+units, which are added to the number of units of the tile. The result of a tile inside one lane is written to the
+output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different
+for every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph
+works for any lengths.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ __all__ = [
 ]
 
 # Fields of a segment (int32). They fill one memory sector, which is read at once.
-ROW: tl.constexpr = tl.constexpr(0)  # table row
+ROW: tl.constexpr = tl.constexpr(0)  # line of the block table
 LO: tl.constexpr = tl.constexpr(1)  # first token
 HI: tl.constexpr = tl.constexpr(2)  # end of tokens
-UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, including its toll
+UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, including TOLL
 BASE: tl.constexpr = tl.constexpr(4)  # units before this segment
 TILE: tl.constexpr = tl.constexpr(5)  # tiles before this segment
 COUNT: tl.constexpr = tl.constexpr(6)  # number of query tokens
@@ -58,8 +59,8 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """Add the sink of a head to a softmax. A sink is a logit without a value. `norm` is the factor that normalises the
-    sums, and `log` the base-2 logarithm of the sum of weights. Returns the new values of both."""
+    """Add the sink of a head, a logit without a value, to a softmax. `norm` is the factor that normalises the sums,
+    and `log` the base-2 logarithm of the sum of weights. Returns the new `norm` and `log`."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -75,9 +76,13 @@ def _lay_out(
 ):  # fmt: skip
     """Write the segments that have work to the work list, in order.
 
-    The outputs are: `segments`, the work list. `places`, the index of each segment in the work list, or -1 for a
-    segment without work. `firsts`, the first segment of each lane. `totals`, three numbers: all units of work, the
-    units of one lane, and the number of segments with queries but no keys.
+    The outputs are:
+
+    - `segments`: the work list.
+    - `places`: the index of each segment in the work list, or -1 for a segment without work.
+    - `firsts`: the first segment of each lane.
+    - `totals`: three numbers. The units of all segments, the units of one lane, and the number of segments with
+      queries but no keys.
     """
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
@@ -113,9 +118,9 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
-    shared segments cover the first tokens, and the segment of a sequence starts at its value in `begin`. Also writes
-    `tokens`, the fields of each query token. Run by one program, once per step."""
+    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With
+    BEGIN, shared segments cover the first tokens of a sequence. Its own segment then starts at its value in
+    `begin`. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -141,11 +146,12 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to `seen`.
-    A member is a query that reads the segment. A shortened segment starts at the first token that any member sees.
+    """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to
+    `seen`. A member is a query that reads the segment. A shortened segment starts at the first token that any
+    member sees.
 
-    The shortened segment uses the block table of the member that sees this token. Only this block table still has all
-    pages of the segment. Run by one program per segment.
+    The shortened segment uses the block table of the member that sees this token, because only this block table
+    still has all pages of the segment. Run by one program per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -176,8 +182,9 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list of the segments in `given`. This array is [capacity, 5], with the columns row, lo, hi, count
-    and first. `number` points to the number of segments, in device memory.
+    """Make the work list of the segments in `given` [capacity, 5]. Its columns are: line of the block table, first
+    token, end of tokens, number of queries, first query. `number` points to the number of segments, in device
+    memory.
 
     The outputs are `segments` (the work list), `places`, `firsts` and `totals`, as in `_lay_out`.
     """
@@ -198,7 +205,8 @@ def _join(
     PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
     HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of one row of a split tile to a running softmax."""
+    """Add the partial results of one query row to a running softmax. The query row is in a tile whose tokens
+    several lanes read."""
     tile = row // BM
     begin = base + tile * units
     last = (begin + units - 1) // stretch
@@ -246,11 +254,11 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of split tiles, with one program for each boundary between lanes, head and row. A
-    sequence that sees no token gets zeros.
+    """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for
+    each boundary between lanes, head and query row. A sequence that sees no token gets zeros.
 
-    A tile may cross several boundaries. Only the program of the first one merges the tile, and the others return.
-    Programs are small, so that all of them can wait on the device while the previous launch runs.
+    A tile may cross several boundaries. Only the program of the first boundary merges the tile, and the others
+    return. Programs are small, so that all of them can wait on the device while the previous launch runs.
     """
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
@@ -303,18 +311,18 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the segments that contain results of each query token: first its own segment, then its shared segments.
-    Writes SOURCES [tokens, 1 + depth, 4]. A segment has four numbers: its number of units (0 for no segment), the
-    number of units before the segment, the number of tiles before the segment, and the index of the token in the
+    """Find the segments (token ranges of the work list) that contain results of each query token: first its own
+    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are: its
+    units (0 if there is no segment), the units before it, the tiles before it, and the index of the token in the
     segment.
 
-    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first query
-    in that segment.
+    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
+    query in that segment.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
     s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
-    # Tokens beyond this step's are left from an earlier step and have no source.
+    # Tokens after the last token of this step are left from an earlier step and have no source.
     known = ok & (s < rows)
     i = token - tl.load(STARTS + s, mask=known, other=0)
     known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))
@@ -344,8 +352,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """For each query token and head, merge the results of its own segment with the results of every shared segment that
-    it reads."""
+    """Merge, for each query token and head, the results of its own segment (token range of the work list) with the
+    results of every shared segment that it reads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

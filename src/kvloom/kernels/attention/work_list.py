@@ -1,6 +1,6 @@
 """The decode work list: the choice of a tile, the device memory of the list, and the launches of one layer.
 `triton_work_list` explains segments, tiles, units and lanes. A fixed rule chooses the tile from the shape and the
-number of rows. There is no tuning at run time."""
+number of query rows. There is no tuning at run time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .triton_work_list import merge_levels, merge_split
 __all__ = ["LayerCall", "Tile", "WorkList", "choose_tile", "uses_single_tile_kernel"]
 
 UNIT_BYTES = 36 * 1024
-"""Largest number of bytes of keys and values in one unit."""
+"""Largest size of the keys and values of one unit, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a unit).
-    A program has `warps` warps and `stages` stages, and takes at least `min_units` units. Starting a tile costs as
-    much as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
+    """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a
+    unit). A program has `warps` warps and `stages` pipeline stages, and processes at least `min_units` units.
+    Starting a tile takes as long as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
 
     rows: int
     tokens: int
@@ -43,10 +43,10 @@ class Tile:
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
     """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
-    With few rows, memory is the bottleneck. A unit then has about 32 KiB, and two programs run per multiprocessor.
-    8-bit values in long pages are faster with three programs, which hide arithmetic. With many rows, arithmetic is the
-    bottleneck, and tiles have more rows. `beside` states that two launches share the multiprocessors, so each uses
-    fewer programs.
+    With few query rows, memory is the bottleneck. A unit then has about 32 KiB, and two programs run per
+    multiprocessor. 8-bit values in long pages are faster with three programs, which hide arithmetic. With many
+    query rows, arithmetic is the bottleneck, and tiles have more rows. `beside` states that two launches share the
+    multiprocessors, so each uses fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.
@@ -83,8 +83,8 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads the queries with every unit. This
-    kernel is faster if the queries are small enough that two programs fit into shared memory."""
+    """Return whether tiles of `rows` query rows run in the single-tile kernel, which loads the queries with every
+    unit. This kernel is faster if the queries are small enough that two programs fit into shared memory."""
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
@@ -152,13 +152,13 @@ class LayerCall:
     ) -> None:
         """Launch the attention kernel for every tile of the work list.
 
-        A tile whose tokens were all read by one program has a final result. With `direct`, final results are written
-        to `out`. All other results are partial, and are written to `work.parts`.
+        If one program reads all tokens of a tile, the result is final. With `direct`, final results are written to
+        `out`. All other results are partial, and are written to `work.parts`.
 
-        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the
-        first visible token, 3 both. `members` contains the indices of the queries that read a shared run. Without
-        `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the
-        previous launch, and ends after that launch.
+        `bounds` is a bit mask of the limits that the kernel checks for each query row: 1 the last visible token, 2
+        the first visible token, 3 both. `members` contains the indices of the queries that read a shared run.
+        Without `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time
+        as the previous launch, and ends after that launch.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -166,7 +166,7 @@ class LayerCall:
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
         turned, small = v.stride(3) != 1, tile.rows < 64
-        # Tall tiles are bound by arithmetic, and masks are part of it.
+        # Arithmetic limits the speed of tiles with many query rows, and masks are part of it.
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores read 8-bit values directly, 32 at a time along the summed axis.
         native = (
@@ -198,8 +198,8 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """Launch the single-tile kernel, for a work list in which every segment has one tile. A tile whose tokens were
-        all read by one program has a final result, which is written to `out`. Results of split tiles are partial, and
+        """Launch the single-tile kernel, for a work list in which every segment has one tile. If one program reads
+        all tokens of a tile, the result is final and is written to `out`. Results of split tiles are partial, and
         are written to `work.parts`.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
@@ -223,8 +223,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs. It
-        then waits for the results of `attend_tiles`."""
+        """Merge the partial results of split tiles (tiles whose tokens several programs read). On a GPU this launch
+        starts while `attend_tiles` still runs, and waits for its results."""
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
@@ -237,7 +237,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Merge the partial results of each query with those of the shared runs that it reads."""
+        """Merge the partial results of each query with the partial results of the shared runs (page ranges of
+        several sequences) that it reads."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

@@ -1,11 +1,12 @@
-"""A torch dispatch mode in which the result of a row is bit-identical in any batch.
+"""A torch dispatch mode in which the result of a tensor row is bit-identical in any batch.
 
     with BatchInvariant():
         model(...)
 
-Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise operations
-and data movement still run in torch. Any other operation raises ValueError with its name. The mode does not intercept
-kvloom's own kernels. Dispatch costs a few microseconds per operation. A captured graph has no such cost.
+The functions of `products` replace matrix products and sums along rows. Element-wise operations, row-wise
+operations and data movement still run in torch. Any other operation raises ValueError with its name. The mode does
+not intercept kvloom's own kernels. Dispatch costs a few microseconds per operation. A captured graph has no such
+cost.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ ROW_WISE = frozenset(
         "histc",
     ]
 )
-"""Operations that process each row in the same way, or only compare and count. In models, `index_add` adds at most
-once to each element, so its order does not matter."""
+"""Operations that compute each row separately and in the same way, or that only compare and count. In models,
+`index_add` adds at most once to each element, so its order does not matter."""
 
 
 ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))
@@ -148,8 +149,8 @@ def _is_batch_invariant(operation: OpOverload) -> bool:
 
 
 class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which the results of a row do not depend on its batch. An operation that could break this raises
-    ValueError.
+    """A context in which the results of a tensor row do not depend on the other rows of the batch. An operation
+    that could break this raises ValueError.
     """
 
     def __torch_dispatch__(

@@ -1,8 +1,8 @@
-"""Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a row is bit-identical
-in any batch.
+"""Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a tensor row is
+bit-identical in any batch.
 
-The number of rows must not change the result, so usually one tile size serves all calls with a weight. A large product
-uses a larger tile, but only if a test on random input gave identical bits on this device.
+The number of rows must not change the result, so usually one tile size serves all calls with a weight. A large
+product uses a larger tile, but only if a test on random input gave identical bits on this device.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     if a.shape[-1] == 1 and bias is None:
         return a * b  # an empty sum
-    # In a batched product the columns of b may be the step's tokens, so the tile must not depend on their
-    # number.
+    # In a batched product the columns of b may be the tokens of the step, so the tile must not depend on their number.
     small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
@@ -65,15 +64,15 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply groups of rows of a [m, k] by different matrices. The rows of group i end at `offsets[i]` and are
-    multiplied by b[i] ([groups, k, n]). The offsets stay on the device.
+    """Multiply groups of rows of a [m, k] by different matrices. Group i ends at row `offsets[i]` of a, and is
+    multiplied by b[i] ([groups, k, n]). Returns the products [m, n]. The offsets stay on the device.
     """
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 
 
 def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
-    """Return whether the large tile and the small tile give identical bits for the weight `b` on this device. Tests
-    random input."""
+    """Return whether the large tile and the small tile compute identical bits for the weight `b` on this device.
+    The test uses random input."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
     return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))
@@ -126,5 +125,5 @@ def row_cumsum(x: torch.Tensor) -> torch.Tensor:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter: few lanes, each of which processes several pieces
+        return 1  # Triton's interpreter has no multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count

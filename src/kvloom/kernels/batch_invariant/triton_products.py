@@ -20,7 +20,7 @@ def product(
 
     Each output is summed along k in steps of BK, in float32, and rounded once. TOGETHER is the number of row tiles
     that run one after another over the same columns of B, so that B stays in the L2 cache. With GROUPED, A is [m,
-    k], and the rows of group i end at OFFSETS[i].
+    k], and group i ends at row OFFSETS[i].
     """
     tile = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)

@@ -7,7 +7,7 @@ Pages move between pool and host by one of three methods. All write the same byt
 
 | method | how                                                     | uses                   | for pages that are         |
 |--------|---------------------------------------------------------|------------------------|----------------------------|
-| batch  | one driver call, one engine copy per run of pages       | copy engines           | large                      |
+| batch  | one driver call, one engine copy per range of adjacent pages | copy engines      | large                      |
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
 | kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
 
@@ -37,9 +37,11 @@ _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
 """Smallest page in bytes for which the copy engine makes one copy per page."""
 _STAGE_BYTES = 16 * 1024 * 1024
-"""Size in bytes of each of the two staging buffers per direction. The size is large enough to reach link speed."""
+"""Size in bytes of each of the two staging buffers per direction. Smaller buffers would not reach the speed of the
+link."""
 _LINK_PROGRAMS = 32
-"""Number of programs that saturate the link. More programs would only take multiprocessors from the model."""
+"""Number of programs that saturate the link between host and device. More programs would only take multiprocessors
+from the model."""
 _PROGRAMS_PER_SM = 8
 
 
@@ -48,9 +50,9 @@ def copy_pages(
 ) -> None:
     """Copy page `source[i]` to page `target[i]` inside the pool, in one call on the current stream.
 
-    No page may be a target twice, or both source and target. Ids on the host are checked. Ids on the device are not
-    checked, so that the call does not wait and can be captured in a graph. Bytes of a page after `page_bytes` are
-    unchanged.
+    A page may be a target only once, and must not be both source and target. Ids on the host are checked. Ids on
+    the device are not checked, so that the call does not wait and can be captured in a graph. Bytes of a page after
+    `page_bytes` are unchanged.
     """
     page_bytes = page_stride if page_bytes is None else page_bytes
     pages = _pages(buffer, page_stride, page_bytes)
@@ -126,7 +128,7 @@ class Copier:
         method: Method | None = None,
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy page `pages[i]` to row `rows[i]` of `host`. Without `rows`, copy to row i. `host` is [rows, page_bytes]
+        """Copy page `pages[i]` to row `rows[i]` of `host`, or to row i without `rows`. `host` is [rows, page_bytes]
         uint8, pinned on CUDA. Returns the event of the copy. `trusted` skips the check that the rows are distinct."""
         source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
         target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
@@ -145,8 +147,7 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host` to page `pages[i]`. Without `rows`, copy row i. Returns the event of the
-        copy."""
+        """Copy row `rows[i]` of `host`, or row i without `rows`, to page `pages[i]`. Returns the event of the copy."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
@@ -197,7 +198,7 @@ class Copier:
     def _host_rows(
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
-        """Check `host` and return the rows to copy."""
+        """Check `host`, and return the `count` rows of `host` to copy."""
         if (
             self._checked_host is None or self._checked_host() is not host
         ):  # the check asks the driver, which takes as long as many copies
@@ -231,7 +232,7 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _ByteRows:
-    """One side of a copy: selected rows of a byte matrix."""
+    """One side of a copy: some rows of a byte matrix."""
 
     rows: torch.Tensor
     ids: npt.NDArray[np.int64]
@@ -256,7 +257,7 @@ class _StagedLane:
         self._turn = 0
 
     def gather(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Pack rows on one stream, and copy them to the host on the other stream."""
+        """Pack the pages into a staging buffer on one stream, and copy the buffer to the host on the other stream."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
             # One upload for all ids: a copy from pageable memory waits for all earlier work of the stream.
@@ -272,7 +273,8 @@ class _StagedLane:
                 free.record(stream)
 
     def scatter(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Copy rows from the host on one stream, and unpack them on the other stream."""
+        """Copy rows from the host to a staging buffer on one stream, and unpack them into pages on the other
+        stream."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
             ids = _upload(target.ids, self._device)
@@ -288,8 +290,8 @@ class _StagedLane:
         stream.wait_stream(self._packer)
 
     def _parts(self, count: int, row_bytes: int) -> Iterator[tuple[slice, torch.Tensor, torch.cuda.Event]]:
-        """Split `count` rows into parts that fit into a staging buffer. Yield, for each part, its rows, its buffer
-        [rows, row_bytes], and an event. The event completes after the previous use of the buffer."""
+        """Split `count` rows into parts that fit into a staging buffer. Yield three values for each part: its rows,
+        its buffer [rows, row_bytes], and an event. The event completes after the previous use of the buffer."""
         if not self._slots:
             with torch.cuda.stream(self._packer):
                 for _ in range(2):
@@ -343,8 +345,8 @@ def _on_host(ids: Ids) -> bool:
 
 
 def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray[np.int64]:
-    """Return the ids as an array. Raises unless each id is in [0, limit). With `once`, also raises if two ids are
-    equal."""
+    """Return the ids as an array. Raises an error if an id is not in [0, limit). With `once`, also raises an error
+    if two ids are equal."""
     if not _on_host(ids):
         raise ValueError(
             f"{what} ids are on the device: give them on the host, where their addresses are computed"
@@ -352,7 +354,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    # As an unsigned number, a negative id is above every limit.
+    # Compared as an unsigned number, a negative id is above every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} that exist")
@@ -363,7 +365,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
 
 
 def _contiguous_ranges(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the contiguous ranges of `rows` in host memory, as (index in `rows`, first row, number of rows)."""
+    """Return the contiguous ranges of the row numbers `rows` as (index in `rows`, first row, number of rows)."""
     if not host.is_contiguous():
         return [(at, row, 1) for at, row in enumerate(rows.tolist())]
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -378,7 +380,8 @@ def merge_adjacent(
     """Merge copies of `size` bytes if their sources and their targets are both adjacent. Return targets, sources
     and sizes.
 
-    Each copy costs the driver and the copy engine a fixed time, so few long copies are faster than many short ones.
+    Each copy costs the driver and the copy engine a fixed time, so few long copies are faster than many short
+    copies.
     """
     if not len(targets):
         return targets, sources, targets

@@ -2,8 +2,8 @@
 
 | file        | content                                                                    | kernels                            |
 |-------------|----------------------------------------------------------------------------|------------------------------------|
-| operations  | RMS norms, gated activations, rotary embedding, products of a single row   | triton_operations, triton_linear   |
-| argmax      | the position of each row's largest value, for greedy sampling              | triton_argmax                      |
+| operations  | RMS norms, gated activations, rotary embedding, products of a single token | triton_operations, triton_linear   |
+| argmax      | the index of the largest value in each tensor row, for greedy sampling     | triton_argmax                      |
 | step_layout | a decode step's tokens, positions, slots and block tables                  | triton_step_layout                 |
 """
 

@@ -1,4 +1,4 @@
-"""Argmax of each row, for greedy sampling. CPU tensors run in torch (the oracle), CUDA tensors in Triton."""
+"""Argmax of each tensor row, for greedy sampling. CPU tensors run in torch (the oracle), CUDA tensors in Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["row_argmax"]
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return the first position of the largest value of each row ([rows], int64). For a row with NaN, the result is
-    any valid position.
+    """Return the index of the largest value in each row of a matrix ([rows], int64). Among equal values, the first
+    index is returned. For a row with NaN, the result is any valid index.
     """
     if rows.is_cuda and rows.dim() == 2 and rows.stride(1) == 1 and rows.numel():
         from . import triton_argmax

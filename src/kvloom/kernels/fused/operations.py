@@ -1,17 +1,18 @@
 """Small operations between the matrix products of a model: norms, gated activations, rotary embedding. Each is one
 launch.
 
-Results are bit-identical to modeling code, because they are rounded at the same places. CPU tensors run in torch (the
-oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` replaces modules by these functions.
+Results are bit-identical to Hugging Face's modeling code, because values are rounded after the same operations. CPU
+tensors run in torch (the oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` replaces
+modules by these functions.
 
-| function       | takes                                             | returns                  |
-|----------------|---------------------------------------------------|--------------------------|
-| `rms_norm`     | x [..., dim], any strides but dense in dim        | the same shape, dense    |
-| `rms_norms`    | x [tokens, heads, dim], two norms                 | the same shape, dense    |
-| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values     | [tokens, dim]            |
-| `add_norm`     | x, y [..., dim], dense                            | the norm of x, after the norm of y was added to x in place |
-| `linear`       | x [..., in], weight [out, in], addend             | [..., out]               |
-| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token |
+| function       | takes                                                           | returns                                                |
+|----------------|-----------------------------------------------------------------|--------------------------------------------------------|
+| `rms_norm`     | x [..., dim], any strides but dense in dim                      | the same shape, dense                                  |
+| `rms_norms`    | x [tokens, heads, dim], two norms                               | the same shape, dense                                  |
+| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values                   | [tokens, dim]                                          |
+| `add_norm`     | x, y [..., dim], dense                                          | a norm of x, after a norm of y was added to x in place |
+| `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
+| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token          |
 
 `linear` is torch's matrix product, except for a single token.
 """
@@ -40,14 +41,14 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How a norm applies its weight. `llama` rounds the normalised values before the multiplication. `gemma` multiplies by
-1 + weight in float32, and rounds afterwards."""
+"""How a norm applies its weight. `llama` rounds the normalised values, and then multiplies them by the weight.
+`gemma` multiplies by 1 + weight in float32, and then rounds."""
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """An RMS norm with its parameters. A call applies the norm."""
+    """The parameters of an RMS norm. A call applies the norm to a tensor."""
 
     weight: torch.Tensor
     eps: float
@@ -88,7 +89,7 @@ def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> to
 
 
 def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:
-    """Return whether one launch can compute both norms."""
+    """Return whether one launch can compute both norms of x."""
     a, b = norms
     return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
 
@@ -111,7 +112,8 @@ def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tenso
 def add_norm(
     x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
 ) -> torch.Tensor | None:
-    """Add the norm `post` of y to x in place. Return the norm `pre` of the new x, or None if `pre` is None."""
+    """Apply the norm `post` to y, and add the result to x in place. Return the norm `pre` of the new x, or None if
+    `pre` is None."""
     if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
@@ -130,8 +132,8 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus `bias` if given. With `into`, add the product to `into` in place and return
-    `into`. Sums are rounded once."""
+    """Return x times the transposed weight, plus `bias` if given. With `into`, add the product to `into` in place
+    and return `into`. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation
@@ -158,7 +160,7 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by angles per token. With `norms`, normalise q and k first. Returns the rotated q and k.
+    """Return q and k, rotated by the angles of their tokens. With `norms`, q and k are normalised first.
 
     The two members of a rotated pair are half a head apart. `cos` and `sin` have one value per dim.
     """

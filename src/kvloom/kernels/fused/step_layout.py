@@ -1,11 +1,14 @@
-"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per row.
+"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per
+request.
 
-    sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
-    tables [columns, sequences, blocks]    the block tables on the device; the `patched` block of a row gets its new pages
+    sent [fields, requests] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
+    tables [columns, sequences, blocks]    the block tables on the device, one column per layer group
 
-A row gets at most one new block per step. `patched` is the number of this block, or -1. `source` is the row's index
-among the tokens of the previous step, or -1 to use `token`. The previous tokens may still be on the device only. CPU
-tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the step.
+A request gets at most one new block per step. `patched` is the number of this block, or -1. Its page ids are `new
+pages`, which the launch writes to `tables`. `table row` is the line of the request in each block table. `source` is
+the index of the request in the previous step, or -1 to use `token`. The tokens of the previous step may still be on
+the device only. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the
+step.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import torch
 __all__ = ["ROW_FIELDS", "StepLayout", "field_count", "lay_out_step"]
 
 ROW_FIELDS = 6
-"""Number of fixed fields of a row: token, position, source, table row, length, patched block."""
+"""Number of fixed fields of each request in the upload: token, position, source, table row, length, patched block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to the length of each row.
+    """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are the block tables of the requests.
+    They are valid up to the length of each request.
 
-    The new token of a row is written to one slot per column. `slots` [columns, rows] are the slot numbers. The same
-    slot is offset `places` [rows] in page `pages` [columns, rows].
+    The new token of a request is written to one slot per block table. `slots` [columns, rows] are the slot numbers.
+    A slot number is page * block tokens + offset. The same slots are also given as `pages` [columns, rows] and
+    offsets `places` [rows].
     """
 
     tokens: torch.Tensor
@@ -40,7 +45,7 @@ class StepLayout:
 
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
-    """Return the number of int32 fields of each row in the upload. `columns` is the number of block tables, and
+    """Return the number of int32 fields of each request in the upload. `columns` is the number of block tables, and
     `states` the number of state pages."""
     return ROW_FIELDS + columns + states + shifted
 
@@ -48,8 +53,8 @@ def field_count(columns: int, states: int, shifted: bool) -> int:
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Build the model inputs of `rows` rows from the upload `sent`, and write new page ids to `tables`. `chosen` are
-    the tokens of the previous step. Launches the work and does not wait."""
+    """Build the model inputs of `rows` requests from the upload `sent`, and write new page ids to `tables`.
+    `chosen` are the tokens of the previous step. Launches the work and does not wait."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

@@ -1,5 +1,5 @@
-"""Triton kernels of `argmax.py`. The first kernel finds the largest value of each part of a row. The second kernel
-finds the best part."""
+"""Triton kernels of `argmax.py`. The first kernel finds the largest value of each part of a tensor row. The second
+kernel finds the part with the largest value."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -14,7 +14,7 @@ __all__ = ["row_argmax"]
 TILE = 2048
 MOST_PARTS = 64
 PROGRAMS = 1024
-"""Number of programs that keep an H200's memory busy."""
+"""Number of programs that is large enough to keep the memory of an H200 busy."""
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -41,9 +41,7 @@ def _best_kernel(values, places, out, parts, columns, PARTS: tl.constexpr):
     value = tl.load(values + row * PARTS + lane, mask=lane < parts, other=float("-inf"))
     place = tl.load(places + row * PARTS + lane, mask=lane < parts, other=2147483647)
     where = tl.min(tl.where(value == tl.max(value, 0), place, 2147483647), 0)
-    tl.store(
-        out + row, tl.minimum(where, columns - 1).to(tl.int64)
-    )  # if every value is NaN, any valid position
+    tl.store(out + row, tl.minimum(where, columns - 1).to(tl.int64))  # if every value is NaN, any valid index
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The product of one row and a matrix, for a single token. Every weight is read once, so the speed depends on the
+"""The product of a vector and a matrix, for a single token. Every weight is read once, so the speed depends on the
 number of bytes in flight.
 
 A program processes BN rows of the weight, BK columns at a time. It loads its first weights before it waits for the
@@ -28,7 +28,7 @@ def _row_kernel(
     x, weight, out, s_weight, rows,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by a matrix. With `ADD`, add the result to `out`."""
+    """Multiply the vector `x` by the matrix `weight`. With `ADD`, add the result to `out`."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK)
     at = weight + row.to(tl.int64)[:, None] * s_weight + column[None, :]
@@ -56,8 +56,8 @@ def row_linear(
     into: torch.Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Return x [1, K] times weight [N, K] transposed, as a new row. If `into` is given, add the product to `into`
-    instead.
+    """Return x [1, K] times weight [N, K] transposed, [1, N]. If `into` is given, add the product to `into`
+    instead, and return `into`.
 
     `tile` (rows, columns, warps) overrides the chosen tile.
     """
@@ -72,8 +72,8 @@ def row_linear(
 
 
 def _tile(rows: int, k: int) -> tuple[int, int, int]:
-    """Return the tile (rows, columns, warps) for this matrix. On an H200 it is at most 3 % slower than the fastest
-    tile."""
+    """Return the tile (rows, columns, warps) for a matrix of `rows` rows and `k` columns. On an H200 it is at most
+    3 % slower than the fastest tile."""
     if k < 4096:
         return 8, 1024, 4
     return (2, 2048, 4) if 4096 <= rows < 16384 else (8, 2048, 8)

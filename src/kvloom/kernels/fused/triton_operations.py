@@ -1,4 +1,5 @@
-"""Triton kernels of `operations.py`. They compute in float32 and round at the same places as modeling code.
+"""Triton kernels of `operations.py`. They compute in float32 and round after the same operations as Hugging Face's
+modeling code.
 
 `enable_fp_fusion=False` prevents the compiler from fusing a product and a sum, which would skip one rounding. Every
 kernel sums a row of 16-bit values in the same order, so all kernels give identical bits.
@@ -30,7 +31,8 @@ def _norm_kernel(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, GEMMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows. If FIRST is not 0, `other_weight` applies to the heads from FIRST on."""
+    """Normalise tensor rows. A row is one head of one token. If FIRST is not 0, `other_weight` applies to the heads
+    from FIRST on."""
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -165,9 +167,10 @@ def _norm_rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     RUN: tl.constexpr, GEMMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate q and k. A row is one head, summed in the same order as in `_norm_kernel`.
+    """Normalise and rotate q and k. A tensor row is one head of one token, and is summed in the same order as in
+    `_norm_kernel`.
 
-    Rotation needs both members of a pair. The other member is loaded again, RUN dims at a time. This load hits the
+    Rotation needs both members of a pair. The second member is loaded again, RUN dims at a time. This load hits the
     cache and is faster than an exchange between threads.
     """
     if OVERLAP:
@@ -291,7 +294,7 @@ def act_and_mul(x: torch.Tensor, activation: Any) -> torch.Tensor:
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton version of `fused.apply_rotary` for one batch row, [1, heads, tokens, dim]. Outputs are stored as
+    """Triton version of `fused.apply_rotary` for a batch of size 1, [1, heads, tokens, dim]. Outputs are stored as
     [tokens, heads, dim]. The norms, if given, must have the same eps and form.
     """
     _, heads, tokens, dim = q.shape
@@ -308,7 +311,7 @@ def apply_rotary(
             num_warps=4, enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
     elif tokens:
-        # otherwise a row would have more threads than in `rms_norm`, and the sums would differ
+        # otherwise a tensor row would have more threads than in `rms_norm`, and the sums would differ
         rows = max(rows, 512 // columns)
         _norm_rotate_kernel[(tokens,)](
             q, k, cos, sin, norms[0].weight, norms[1].weight, *turned, *strides, norms[0].eps,

@@ -1,5 +1,5 @@
-"""Triton kernel of `step_layout.py`. Each program handles one row of one block table: it adds the new page and copies
-the row.
+"""Triton kernel of `step_layout.py`. Each program handles one request in one block table: it adds the new page id
+and copies the request's line of the block table.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -54,8 +54,8 @@ def _row_kernel(
 def lay_out_step(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, block: int, states: int, fixed: int
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel for `numbers` [fields, rows], whose first `fixed` fields are those of ROW_FIELDS. Return the
-    tensors of `StepLayout`."""
+    """Launch the kernel for the upload `numbers` [fields, requests]. Its first `fixed` fields are the fixed fields
+    (see ROW_FIELDS). Return the tensors of `StepLayout`."""
     columns, sequences, blocks = tables.shape
     fields, rows = numbers.shape
     rest = fields - fixed - columns
@@ -65,8 +65,7 @@ def lay_out_step(
 
     tokens, positions, places = longs(rows), longs(rows), longs(rows)
     slots, pages, more = longs(columns, rows), longs(columns, rows), longs(rest, rows)
-    # Outside a capture this is a warm-up run. All rows may be padding, and cascade attention still reads
-    # their tables.
+    # Outside a capture this is a warm-up call. All requests may be padding, and cascade attention still reads their tables.
     captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
     made = torch.empty if captured else torch.zeros
     row_tables = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)

@@ -1,7 +1,7 @@
 """The memory of the pool: views of layers, elastic backing, and calls of the CUDA driver.
 
 `views` allocates a pool and returns the pages of every layer as views of its bytes. `elastic` maps and unmaps slabs
-while serving. `cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on
+while serving. `cuda_driver` has the driver calls that torch does not offer. Names that need torch are imported on
 first use, so that checking the driver does not load torch.
 """
 

@@ -21,7 +21,7 @@ _DEVICE, _PINNED, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
 _STREAM_ORDER = 1
 _RDMA_SUPPORTED = 110
 _BATCH_SINCE = 12080
-"""The CUDA version whose signature of cuMemcpyBatchAsync is used. Later drivers still support it."""
+"""The CUDA version that defines the signature of cuMemcpyBatchAsync used here. Later drivers still support it."""
 
 
 class CudaError(RuntimeError):
@@ -66,8 +66,8 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The CUDA driver (libcuda). Every method raises CudaError on failure. A method is as thread-safe as the driver
-    call behind it."""
+    """The CUDA driver (libcuda). Every method raises CudaError on failure. Methods are thread-safe where the driver
+    call is thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -93,8 +93,8 @@ class CudaDriver:
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread, unless a context is already current. Driver calls
-        need a current context, and torch sets one only when it needs it."""
+        """Make the primary context of the device current in this thread, unless a context is already current.
+        Driver calls need a current context, and torch sets it only at its first CUDA call in a thread."""
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
         if not context.value:
@@ -132,7 +132,7 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle. The memory is freed when it has no mapping, too."""
+        """Release a handle. The memory is freed once it also has no mapping."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:

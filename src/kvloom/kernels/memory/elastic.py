@@ -32,7 +32,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def granularity(device: torch.device | str = "cpu") -> int:
-    """Return the unit of slab sizes in bytes, for `PoolLayout.build`."""
+    """Return the granularity of slab sizes in bytes, for `PoolLayout.build`. A slab size must be a multiple of it."""
     device = _indexed(torch.device(device))
     if device.type == "cuda":
         return load_cuda_driver().granularity(device.index)
@@ -50,10 +50,10 @@ def elastic_buffer(
 class ElasticBuffer:
     """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them.
 
-    `tensor` is one row of uint8 over all slabs. Only mapped slabs may be accessed. On a GPU, access to an unmapped
-    slab faults and destroys the CUDA context of the process. On a CPU, it reads zeros. Slab 0 always has memory,
-    because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map and unmap. Views
-    keep the addresses alive. `close` frees everything at once and invalidates all views.
+    `tensor` is a one-dimensional uint8 tensor over all slabs. Only mapped slabs may be accessed. On a GPU, access
+    to an unmapped slab faults and destroys the CUDA context of the process. On a CPU, it reads zeros. Slab 0 always
+    has memory, because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map and
+    unmap. Views keep the addresses alive. `close` frees everything at once and invalidates all views.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Map memory to these slabs. The contents are undefined. If there is not enough memory, raises MemoryError and
-        maps none of them. Returns without waiting for the device, and does not affect running kernels. Costs a few
-        driver calls per slab."""
+        """Map memory to these slabs. Its contents are undefined. If there is not enough memory, raises MemoryError
+        and maps none of them. Returns without waiting for the device, and does not affect running kernels. Costs a
+        few driver calls per slab."""
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():
             raise ValueError(f"slab {wanted[self._mapped[wanted]][0]} is mapped already")
@@ -278,7 +278,7 @@ def _free(driver: CudaDriver, device: torch.device, address: int, slab_bytes: in
 
 
 def _contiguous_ranges(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Return sorted slabs as contiguous ranges: (first, count)."""
+    """Yield the contiguous ranges of the sorted slab numbers, as (first slab, number of slabs)."""
     if slabs.size:
         for run in np.split(slabs, np.flatnonzero(np.diff(slabs) != 1) + 1):
             yield int(run[0]), run.size

@@ -6,10 +6,10 @@ A view is a strided tensor over the pool. Page `p` of a group begins at byte `p 
 do not depend on block tables. `order` selects the order of axes in memory. The axes of the tensor are the same in both
 orders:
 
-| order | keys, values          | scales        | 8-bit values          | used by                                 |
-|-------|-----------------------|---------------|-----------------------|-----------------------------------------|
-| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: the data of a head is dense |
-| NHD   | tokens, heads, dims   | tokens, heads | tokens, heads, dims   | engines that need all heads of a token together |
+| order | keys, values        | scales        | 8-bit values        | used by                                         |
+|-------|---------------------|---------------|---------------------|-------------------------------------------------|
+| HND   | heads, tokens, dims | heads, tokens | heads, dims, tokens | our kernels: the data of a head is dense        |
+| NHD   | tokens, heads, dims | tokens, heads | tokens, heads, dims | engines that need all heads of a token together |
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class LayerView:
     """The fields of one layer over all pages. `fields[name]` is [pages, tokens, *shape] for a token layer, and
     [pages, *shape] for a state.
 
-    `group` and `run` select the block table of the layer: `cache.table(group)[run]`.
+    `group` and `run` select the block table of the layer: `cache.table(group)[run]`. A group whose layers are split
+    over several pages has one block table per page, numbered by `run`.
     """
 
     group: int
@@ -40,7 +41,8 @@ class LayerView:
 
 
 def allocate(layout: PoolLayout, slabs: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Allocate the bytes of the pool, uninitialised. The engine reads only bytes that were written before."""
+    """Allocate the bytes of the pool on a device, uninitialised. The engine reads only bytes that were written
+    before."""
     if slabs < 2:
         raise ValueError(f"a pool of {slabs} slabs has none to use: slab 0 is reserved, so give it 2 or more")
     return torch.empty(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)

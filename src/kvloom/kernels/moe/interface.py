@@ -5,8 +5,8 @@ its selected experts.
               down [experts, dim, inner]) → [tokens, dim]
 
 CPU tensors run in torch (the oracle). CUDA tensors run in Triton without waiting for the device, so that graphs can
-capture the call. Results are rounded at the same places as in modeling code. `models/fusion/moe.py` replaces
-modules by these functions.
+capture the call. Results are rounded after the same operations as in Hugging Face's modeling code.
+`models/fusion/moe.py` replaces modules by these functions.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvloom.kernels.fused import Activation, act_and_mul
 __all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
 
 SHARED_MEMORY = 200 << 10
-"""Bytes of shared memory for the tiles of a program, slightly less than an H200's 227 KiB."""
+"""Bytes of shared memory that the tiles of a program may use. This is slightly less than the 227 KiB of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile sizes of the products. A tile computes `rows` pairs of token and expert by `columns` columns of
-    weights, and sums `depth` inputs at a time. The first product takes `columns` columns of the gate and as many of
-    the up projection. With `described`, weights are read by tensor descriptors."""
+    """The tile sizes of the two products. A tile computes `rows` pairs of token and expert by `columns` columns of
+    weights, and sums `depth` inputs at a time. In the first product, a tile computes `columns` columns of the gate
+    and the same number of columns of the up projection. With `described`, weights are read by tensor descriptors."""
 
     rows: int
     columns: int
@@ -55,10 +55,10 @@ TILES = (
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
-"""Tiles by the mean number of pairs per expert. With few pairs, reading weights takes most of the time. A tile then
-has twice as many rows as the mean number of pairs per expert, so that weights are usually read once."""
+"""Tiles for different mean numbers of pairs per expert. With few pairs, reading weights takes most of the time. A
+tile then has twice as many rows as the mean number of pairs per expert, so that weights are usually read once."""
 CHUNKS = (512, 4096)
-"""Number of pairs that one program sorts."""
+"""Number of pairs that one program sorts: the first value if a call has at most that many pairs, else the second."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
@@ -130,7 +130,7 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Run the Triton kernels, with four launches, or five for many pairs. `fused_moe` has checked the arguments."""
+    """Run the Triton kernels: four launches, or five for many pairs. `fused_moe` has checked the arguments."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
@@ -160,9 +160,9 @@ def launch(
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the `picked` experts with the largest softmax in each row. Return their weights ([tokens, picked], in
-    `dtype`) and indices. With `shared`, the weights of a row are scaled so that they sum to 1. Among equal values, a
-    GPU selects the first."""
+    """Select the `picked` experts with the largest softmax for each token. Return their weights ([tokens, picked],
+    in `dtype`) and indices. With `shared`, the weights of a token are scaled so that they sum to 1. Among equal
+    values, a GPU selects the first."""
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(
             f"cannot select {picked} experts from logits {tuple(logits.shape)}: give at least 1, at most all of a row"

@@ -1,17 +1,18 @@
 """Triton kernels of `interface.py`. They sort pairs by expert, multiply by the experts' weights in two grouped
 products, sum the results of each token, and compute top-k routing.
 
-A pair is a token and one of the `picked` experts that it selected: pair = token * picked + j. A tile has M rows, and
-all its pairs selected the same expert. The tiles of an expert start at tile first[expert].
+A pair is a token and one of the `picked` experts that it selected: pair = token * picked + j. A tile has M rows,
+each with one pair, and all pairs of a tile have the same expert. The tiles of an expert start at tile
+first[expert].
 
     order   rows[first[expert] * M + rank] = pair      rank: number of earlier pairs that selected the expert
     up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)
     down    parts[pair] = hidden[row] @ down.T
     sum     out[token] = sum over j of parts[pair] * weights[pair]
 
-A program of `up` computes N columns of one tile, from N columns of gate and N columns of up. Grids depend on the number
-of pairs, not on the selected experts. Programs of unused tiles return at once. All sums are in float32, and results are
-rounded where modeling code rounds.
+A program of `up` computes N columns of one tile, from N columns of gate and N columns of up. Grids depend on the
+number of pairs, not on the selected experts. Programs of unused tiles return at once. All sums are in float32, and
+results are rounded after the same operations as in Hugging Face's modeling code.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -42,8 +43,8 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Assign rows to the pairs of one chunk that selected one expert. The pairs keep their order. Grid: (expert,
-    chunk)."""
+    """Write the pairs of one chunk that selected one expert to the tile rows of this expert. The pairs keep their
+    order. Grid: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -80,7 +81,8 @@ def _weight_tile(
     weight, row, rows_left, depth,
     K_DIM: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows `row` to row + N and columns `depth` to depth + K of the weights, transposed: [K, N]."""
+    """Load a tile of the weights: rows `row` to row + N and columns `depth` to depth + K. Returns the tile
+    transposed, [K, N]."""
     if DESCRIBED:
         tile = weight.load([row, depth]).T
     else:
@@ -226,8 +228,8 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """Count how often each expert was selected. `index` is divided into chunks of `chunk` consecutive pairs, and each
-    chunk is counted separately. Writes `counts` [chunks, bins], where bin i is expert i."""
+    """Count how often each expert was selected. `index` is divided into chunks of `chunk` consecutive pairs, and
+    each chunk is counted separately. Writes the counts to `counts` [chunks, bins], where bin i is expert i."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 
@@ -236,8 +238,8 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort the pairs into tiles of one expert each. Writes three results. `rows` is the pair of each row (-1 for an
-    unused row). `owners` is the expert of each tile. `tiles` is the number of tiles."""
+    """Sort the pairs into tiles of one expert each. Writes three results: `rows` has the pair of each tile row (-1
+    for an unused row), `owners` the expert of each tile, and `tiles` the number of tiles."""
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
@@ -255,7 +257,7 @@ def gate_up(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     picked: int, activation: Any, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return act(gate) * up for every row of every tile: [rows, inner]."""
+    """Return act(gate) * up for every row of every tile, [rows, inner]."""
     _, both, dim = weight.shape
     inner = both // 2
     out = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
@@ -272,7 +274,7 @@ def down(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     pairs: int, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the down projection of every pair, in the order of pairs: [pairs, dim]."""
+    """Return the down projection of every pair, in the order of pairs, [pairs, dim]."""
     _, dim, inner = weight.shape
     out = torch.empty((pairs, dim), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(len(owners) * triton.cdiv(dim, tile.columns),)](

@@ -1,7 +1,7 @@
-"""Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
+"""Recurrent layers over packed tokens. One call reads states from pages and writes the new states back.
 
-`interface` has the five layer kinds and their equations. `rows` describes the rows of a step. `reference` is the
-oracle in plain torch. `triton_conv`, `triton_scan`, `triton_ssd` and `triton_delta` are the kernels, and
+`interface` has the five layer kinds and their equations. `rows` describes the sequences of a call. `reference` is
+the oracle in plain torch. `triton_conv`, `triton_scan`, `triton_ssd` and `triton_delta` are the kernels, and
 `triton_rows` has their common parts.
 """
 

@@ -1,25 +1,25 @@
-"""Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
+"""Recurrent layers over packed tokens. One call reads states from pages and writes the new states back.
 
-Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's states
-([pages, *shape], any page stride), and `StateRows`. `StateRows` locate the tokens and pages of each sequence. A
-function returns the outputs and writes the last state of each row to its page.
+Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's
+states ([pages, *shape], any page stride), and `StateRows`. `StateRows` has the tokens and pages of each sequence. A
+function returns the outputs and writes the last state of each sequence to its page.
 
-Rows of up to STEP_TOKENS tokens take the decode path, and longer rows the chunked path. The caller passes the length
-of the longest row (`StateRows.longest`), so the host does not wait for the device. CPU tensors and float64 tensors run
-in plain torch. Other CUDA tensors and `batch_invariant` rows run in Triton.
+If every sequence of a call has at most STEP_TOKENS tokens, the call runs token by token, otherwise in chunks. The
+caller passes the length of the longest sequence (`StateRows.longest`), so the host does not wait for the device.
+CPU tensors and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant` calls run in Triton.
 
-| function      | update for one token                                                | state of a page             |
-|---------------|---------------------------------------------------------------|-----------------------------|
-| causal_conv   | y = sum of the last `taps` inputs by weight                   | [channels, columns]         |
-| linear_scan   | h = exp(log_decay) h + x;  y = h                              | [channels]                  |
-| mamba1_scan   | h = exp(dt a) h + dt x b;  y = h c + d x                      | [channels, n]               |
-| mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
-| delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
+| function    | update for one token                                       | state of a page             |
+|-------------|------------------------------------------------------------|-----------------------------|
+| causal_conv | y = sum of the last `taps` inputs by weight                | [channels, columns]         |
+| linear_scan | h = exp(log_decay) h + x;  y = h                           | [channels]                  |
+| mamba1_scan | h = exp(dt a) h + dt x b;  y = h c + d x                   | [channels, n]               |
+| mamba2_scan | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)      | [heads, p, n]               |
+| delta_rule  | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head) | [value heads, k dim, v dim] |
 
 Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call, or once
-per token in batch-invariant rows. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with x =
-v, b = k, c = q, dt = None and a = -slope. Its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated
-inputs.
+per token in batch-invariant calls. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with
+x = v, b = k, c = q, dt = None and a = -slope. Its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over
+gated inputs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Depthwise convolution over the past of each row. x is [tokens, channels], and weight is [channels, taps]. The
-    result has the shape of x.
+    """Depthwise convolution over the last inputs of each sequence. x is [tokens, channels], and weight is
+    [channels, taps]. The result has the shape of x.
 
-    A state contains the last inputs, the newest in the last column. It has at least `taps - 1` columns (Hugging
-    Face stores `taps`). Columns before the start of a sequence are zeros.
+    A state contains the last inputs of a sequence, the newest in the last column. It has at least `taps - 1`
+    columns (Hugging Face stores `taps`). Columns before the start of a sequence are zeros.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
@@ -89,7 +89,7 @@ def linear_scan(
     """Compute h = exp(log_decay) h + x for every channel. x and log_decay are [tokens, channels]. Return h after
     every token.
 
-    The last h is written to the page. `log_decay` must not be above 0.
+    The last h of a sequence is written to its page. `log_decay` must be at most 0.
     """
     if x.dim() != 2:
         raise ValueError(f"x is [tokens, channels], got {tuple(x.shape)}")
@@ -115,12 +115,12 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
 ) -> torch.Tensor:
-    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result has
-    the shape of x.
+    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result
+    has the shape of x.
 
-    `a` is the rate itself, -exp(A_log), not A_log. b and c may be [tokens, groups, n]. Every group then applies to an
-    equal number of consecutive channels. With `softplus` the step is softplus(dt + dt_bias). If `z` is given, y is
-    multiplied by silu(z).
+    `a` is the rate itself, -exp(A_log), not A_log. b and c may be [tokens, groups, n]. Every group then applies to
+    an equal number of consecutive channels. With `softplus`, the time step is softplus(dt + dt_bias). If `z` is
+    given, y is multiplied by silu(z).
     """
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(
@@ -168,9 +168,9 @@ def mamba2_scan(
     """Scan of Mamba-2 with x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens,
     groups, n]. The result has the shape of x.
 
-    `a` is the rate itself, -exp(A_log), and at most 0. Without `dt` every step is 1. `limits` clamp the step after
-    softplus (Hugging Face clamps only in prefill). If `z` is given, y is multiplied by silu(z). Do not pass `z` if the
-    norm after the layer applies the gate.
+    `a` is the rate itself, -exp(A_log), and at most 0. Without `dt`, every time step is 1. `limits` clamp the time
+    step after softplus (Hugging Face clamps only in prefill). If `z` is given, y is multiplied by silu(z). Do not
+    pass `z` if the norm after the layer applies the gate.
     """
     if x.dim() != 3 or b.dim() != 3:
         raise ValueError(
@@ -244,8 +244,8 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` with its own shape, as an argument of `check_tokens`. `check_tokens` then checks only device and
-    dtype, because `check_states` has already checked the shape."""
+    """Return `states` and its shape, as an argument of `check_tokens`. `check_tokens` then checks only device and
+    dtype. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 

@@ -1,10 +1,10 @@
-"""Recurrent layers over packed rows in plain torch. This is the oracle (in float64) and the CPU path.
+"""Recurrent layers over packed tokens in plain torch. This is the oracle (in float64) and the CPU path.
 
 The kernels must compute the same results. `interface` checks shapes. A loop over time is used only if a recurrence
-needs it, and it processes blocks of tokens. All other work is one operation over rows, heads and channels.
+needs it, and it processes blocks of tokens. All other work is one operation over sequences, heads and channels.
 
-    rows of similar length → one dense batch [rows, longest, …]; padding tokens change no state
-    long and short rows → one row at a time
+    sequences of similar length → one dense batch [sequences, longest, …]; padding tokens change no state
+    long and short sequences → one sequence at a time
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK = 64
 """Number of tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""Like CHUNK, for layers with one decay per channel. It is smaller, because each pair of tokens then needs a whole
-vector of decays."""
+"""Like CHUNK, for layers with one decay per channel. The number is smaller, because each pair of tokens then needs
+a whole vector of decays."""
 
 _BLOCK_ELEMENTS = 1 << 21
 """Number of state elements that a loop over time collects before it computes their outputs together."""
@@ -34,10 +34,10 @@ _BLOCK_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The rows of one dense batch. `rows` [b] are their indices in the call. `tokens` [b, longest] are token
+    """The sequences of one dense batch. `rows` [b] are their indices in the call. `tokens` [b, longest] are token
     indices, and `real` [b, longest] is False for padding.
 
-    If the batch has all rows, `rows` is a slice, so no copy is needed.
+    If the batch has all sequences, `rows` is a slice, so no copy is needed.
     """
 
     rows: torch.Tensor | slice
@@ -45,7 +45,7 @@ class _Batch:
     real: torch.Tensor
 
     def take(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [tokens, …] as [b, longest, …], with zeros after the end of each row."""
+        """Return the packed tensor [tokens, …] as [b, longest, …], with zeros after the end of each sequence."""
         dense = packed[self.tokens].to(dtype)
         mask = self.real.view(*self.real.shape, *[1] * (dense.dim() - 2))
         return torch.where(mask, dense, torch.zeros((), dtype=dtype, device=dense.device))
@@ -128,8 +128,7 @@ def mamba1_scan(
     groups = b.shape[1]
     for batch in _batches(rows):
         inputs = batch.take(x, dtype)
-        # The step of a padding token is 0 after softplus and bias. Its decay is then 1 and its input 0, so
-        # it changes no state.
+        # The time step of a padding token is 0 after softplus and bias. Its decay is then 1 and its input 0, so it changes no state.
         step = time_steps(dt[batch.tokens].to(dtype), dt_bias, softplus) * batch.real[..., None]
         into, read = batch.take(b, dtype), batch.take(c, dtype)
         width, length = inputs.shape[:2]
@@ -210,7 +209,7 @@ def delta_rule(
             _heads_first(key, repeat),
             _heads_first(batch.take(v, dtype)),
         )
-        # A padding token has decay 1 and strength 0.
+        # A padding token has decay 1 and beta 0.
         strength = batch.real[..., None].to(dtype).expand(*batch.real.shape, v.shape[1])
         strength = _heads_first(strength if beta is None else batch.take(beta, dtype))
         decay = torch.zeros_like(strength) if g is None else _heads_first(batch.take(g, dtype))
@@ -228,7 +227,7 @@ def time_steps(
     softplus: bool,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> torch.Tensor:
-    """Return the step length of each token: dt plus bias, after softplus and clamping."""
+    """Return the time step of each token: dt plus bias, after softplus and clamping."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if softplus:
@@ -312,8 +311,8 @@ def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor,
 
 
 def _decay_between(cum: torch.Tensor) -> torch.Tensor:
-    """Return exp(cum_i - cum_j) for j <= i, else 0. The mask is applied before the exponential, because the
-    exponential of masked entries could overflow."""
+    """Return exp(cum_i - cum_j) for j <= i, else 0. The mask is applied before the exponential, which could
+    overflow for masked entries."""
     gap = cum[..., :, None] - cum[..., None, :]
     above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
     return gap.masked_fill(above, -torch.inf).exp()
@@ -334,8 +333,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the first state of every row. The state of a fresh row is set to zeros. Multiplying the page
-    by zero would not work, because an unwritten page may contain NaN."""
+    """Return a copy of the first state of every sequence. The state of a fresh sequence is set to zeros.
+    Multiplying the page by zero would not work, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()
@@ -350,7 +349,7 @@ def _finish(rows: StateRows, states: torch.Tensor, last: torch.Tensor) -> None:
 
 
 def _batches(rows: StateRows) -> Iterator[_Batch]:
-    """Yield dense batches that cover every row with tokens. At most half of a batch is padding."""
+    """Yield dense batches that contain every sequence with tokens. At most half of a batch is padding."""
     starts = rows.starts.long()
     lengths = starts.diff()
     filled = (lengths > 0).nonzero()[:, 0]

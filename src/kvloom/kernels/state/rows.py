@@ -1,27 +1,28 @@
-"""The packed rows of one step of recurrent layers, and their checks.
+"""The sequences of one call of a recurrent layer, and their checks. The tokens of all sequences are packed in one
+tensor.
 
-Rows are built once per step. All layers of one block table read the same rows.
+A `StateRows` is built once per step. All layers of one block table use the same one.
 
-| field           | shape           | meaning                                                                       |
-|-----------------|-----------------|-------------------------------------------------------------------------------|
-| starts          | [sequences + 1] | index of each row's first token, then the number of tokens; two equal         |
-|                 |                 | neighbours mean an empty row                                                  |
-| read            | [sequences]     | page of the row's first state; 0: the row begins from zeros                   |
-| write           | [sequences]     | page for the row's last state, may be the `read` page; 0: it is not stored    |
-| fresh           | [sequences]     | true: the row begins from zeros even if `read` is set, because that page was  |
-|                 |                 | never written                                                                 |
-| longest         | host int        | largest number of tokens of a row; up to STEP_TOKENS, rows run as decode      |
-|                 |                 | steps                                                                         |
-| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after |
-|                 |                 | all tokens (GPU only)                                                         |
-| batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of |
-|                 |                 | a sequence into chunks                                                        |
+| field           | shape           | meaning                                                                        |
+|-----------------|-----------------|--------------------------------------------------------------------------------|
+| starts          | [sequences + 1] | index of each sequence's first token, then the number of tokens; two equal     |
+|                 |                 | neighbours mean a sequence without tokens                                      |
+| read            | [sequences]     | page of the sequence's first state; 0: the sequence begins from zeros          |
+| write           | [sequences]     | page for the last state, may be the `read` page; 0: it is not stored           |
+| fresh           | [sequences]     | true: the sequence begins from zeros even if `read` is set, because that page  |
+|                 |                 | was never written                                                              |
+| longest         | host int        | largest number of tokens of a sequence; up to STEP_TOKENS, the call runs token |
+|                 |                 | by token                                                                       |
+| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after  |
+|                 |                 | all tokens (GPU only)                                                          |
+| batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of  |
+|                 |                 | a sequence into chunks                                                         |
 
-Rows run in parallel. A page that one row writes must not be read or written by another row of the call. The caller
-therefore splits a prompt at its snapshots and makes one call per part. The last state of an empty row is its first
-state. Batch-invariant rows run token by token, and the state is rounded to the dtype of its page after every token.
-Decode steps run faster in a separate call than together with long rows. The outputs of tokens after the last start are
-undefined.
+Sequences run in parallel. A page that one sequence writes must not be read or written by another sequence of the
+call. The caller therefore splits a prompt at its snapshots and makes one call per part. The last state of a
+sequence without tokens is its first state. Batch-invariant calls run token by token, and the state is rounded to
+the dtype of its page after every token. Decode steps run faster in a separate call than together with long
+sequences. The outputs of tokens after the last start are undefined.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import torch
 __all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
 
 STEP_TOKENS = 8
-"""Rows with at most this many tokens (decode, draft verification) run token by token, in one pass over the state."""
+"""If every sequence has at most this many tokens (decode, draft verification), the call runs token by token, in one
+pass over the state."""
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +43,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """The rows of one step (see the table of this module). The constructor copies nothing and reads no device
+    """The sequences of one call (see the table of this module). The constructor copies nothing and reads no device
     memory."""
 
     starts: torch.Tensor
@@ -79,22 +81,23 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether the kernels compute all rows token by token. This is true if every row has at most STEP_TOKENS
-        tokens, or if `stored` is set."""
+        """Whether the kernels compute all sequences token by token. This is true if every sequence has at most
+        STEP_TOKENS tokens, or if `stored` is set."""
         return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
-        """Return rows of `tokens` tokens each. Row i reads and writes the state in page `slots[i]`.
+        """Return a `StateRows` for sequences of `tokens` tokens each. Sequence i reads and writes the state in page
+        `slots[i]`.
 
-        A row with page 0 is padding. It starts from zeros and stores nothing.
+        A sequence with page 0 is padding. It starts from zeros and stores nothing.
         """
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
         return cls(starts, slots, slots, tokens)
 
 
 def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless `states` has the shape [pages, *shape] and each page is contiguous."""
+    """Raise ValueError unless `states` has the shape [pages, *shape] and each page is contiguous."""
     if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
         raise ValueError(
             f"{name} of pages {tuple(states.shape)} must be [pages, {', '.join(map(str, shape))}]"
@@ -106,7 +109,8 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
 
 
 def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor has its required shape and a float dtype, and is on the device of `rows`."""
+    """Raise ValueError unless every tensor has its required shape and a float dtype, and is on the device of
+    `rows`."""
     for name, (part, shape) in parts.items():
         if part is None:
             continue

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The causal convolution in Triton, with one program for each chunk of a row and block of channels.
+"""The causal convolution in Triton, with one program for each chunk of a sequence and block of channels.
 
-Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the newest
-inputs, which it takes from x. Chunks can therefore run in parallel in one call that reads and writes the page. One
-thread sums an output over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
+Only the program of a sequence's first chunk accesses the page of the sequence. It reads the old inputs, then writes
+the newest inputs, which it takes from x. Chunks can therefore run in parallel in one call that reads and writes the
+page. One thread sums an output over the taps in a fixed order. Batch-invariant calls therefore need no loop over
+tokens.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ def conv_kernel(
     real = column < channels
     page = start_page(read, fresh, row, FRESH)
     old = states + page * page_stride + column * COLUMNS
-    # The first chunk reads inputs before this one (counted from the start of the row) from the page, if
-    # there is one.
+    # The first chunk reads inputs before this index (counted from the start of the sequence) from the page, if there is a page.
     oldest = tl.where((page > 0) & (chunk == 0), 0, -COLUMNS - TAPS)
     at = chunk * TOKENS + tl.arange(0, TOKENS)
     if BIAS:
@@ -119,8 +119,7 @@ def conv_kernel(
     )
     target = tl.load(write + row).to(tl.int64)
     if (chunk == 0) & (target > 0):
-        # Column c of the new state is the input at end - COLUMNS + c. An index before the row is an old
-        # column.
+        # Column c of the new state is the input at end - COLUMNS + c. A negative index is an old column.
         place = tl.arange(0, COLUMNS_UP)
         end = length
         if STORED:

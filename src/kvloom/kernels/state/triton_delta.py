@@ -3,21 +3,21 @@
 """The gated delta rule in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
 once.
 
-Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections u
-to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ
-D))⁻¹. Neither product with T needs the state, so all chunks compute them in parallel. Only the products with S run in
-order.
+Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections
+u to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta
+k kᵀ D))⁻¹. Neither product with T needs the state, so all chunks compute them in parallel. Only the products with S
+run in order.
 
-| kernel        | a program is                         | computes                                                 |
-|---------------|--------------------------------------|----------------------------------------------------------|
-| solve_kernel  | a chunk, a value head                | T (beta v), T (beta e k), decays summed inside the chunk |
-| state_kernel  | a row, a head, some of a state's     | every chunk's first state and corrections, in order; the |
-|               | columns                              | row's last state                                         |
-| output_kernel | a chunk, a head, some columns        | y, all chunks in parallel                                |
-| decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
+| kernel        | a program is                          | computes                                                 |
+|---------------|---------------------------------------|----------------------------------------------------------|
+| solve_kernel  | a chunk, a value head                 | T (beta v), T (beta e k), decays summed inside the chunk |
+| state_kernel  | a sequence, a head, some of a state's | every chunk's first state and corrections, in order; the |
+|               | columns                               | sequence's last state                                    |
+| output_kernel | a chunk, a head, some columns         | y, all chunks in parallel                                |
+| decode_kernel | a sequence, a head, some columns      | y and the last state, token by token                     |
 
-With one decay per channel (Kimi) a chunk is not a plain matrix product, so such rows run token by token.
-Batch-invariant rows of any length also run token by token.
+With one decay per channel (Kimi) a chunk is not a plain matrix product, so such calls run token by token.
+Batch-invariant calls also run token by token.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = ["delta_rule"]
 CHUNK = 64
 
 LARGEST_KEY_BYTES = 512
-"""Largest size of a key in bytes. Tiles of larger keys do not fit into shared memory, so their rows run token by
-token.
+"""Largest size of a key in bytes. Tiles of larger keys do not fit into shared memory, so calls with larger keys run
+token by token.
 """
 
 # Tuned by measurement: columns of a state per program, warps, and pipeline stages.
@@ -65,7 +65,7 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return 1 / (Euclidean length) of every row of the tile `x`."""
+    """Return 1 / (Euclidean length) of each row vector of the tile `x`."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
@@ -97,7 +97,8 @@ def solve_kernel(
     SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Compute u = T (beta v), w = T (beta e k) and the summed decays `cum` of one chunk and value head.
+    """Compute u = T (beta v), w = T (beta e k) and the summed decays `cum` of one chunk and value head. The module
+    docstring defines T and e.
 
     `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]. u and w are [tokens, heads, d].
     """
@@ -158,9 +159,9 @@ def state_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state at the start of every chunk (to `chunk_states`), and the state after the row's last token (to
-    `states`). Chunks run in order. On entry, `u` has T (beta v) from `solve_kernel`. On return, `u` has the corrected
-    values of the module docstring: T (beta v) - w S, where S is the state at the start of the chunk."""
+    """Compute the state at the start of every chunk (to `chunk_states`), and the state after the sequence's last
+    token (to `states`). Chunks run in order. On entry, `u` has T (beta v) from `solve_kernel`. On return, `u` has
+    the corrected values of the module docstring: T (beta v) - w S, where S is the state at the start of the chunk."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -255,9 +256,9 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """Load the inputs of one token: the elements `line` of its query and key, and the elements `column` of its value.
-    Elements from index `lines` or `columns` on are 0. If `some` is false, a decay per head and beta are 0, too.
-    Returns query, key, value, decay (0 without DECAY) and beta (1 without BETA)."""
+    """Load the inputs of one token: the elements `line` of its query and key, and the elements `column` of its
+    value. Elements from index `lines` or `columns` on are 0. If `some` is false, the token is padding, and beta and
+    a decay per head are 0, too. Returns query, key, value, decay (0 without DECAY) and beta (1 without BETA)."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
@@ -298,7 +299,7 @@ def decode_kernel(
     v += head * v_head
     g += head * g_head
     beta += head
-    if INVARIANT:  # rows may be long, so the next token is loaded while this one is computed
+    if INVARIANT:  # sequences may be long, so the next token is loaded while this token is computed
         some = length > 0
         lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
         q_next, k_next, v_next, decay_next, strength_next = _token(

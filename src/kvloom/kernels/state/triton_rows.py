@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Common parts of the recurrent kernels: small functions, and the search for the row and pages of a program.
+"""Common parts of the recurrent kernels: small functions, and the search for the sequence and pages of a program.
 
-A long call has one program per chunk of each row, but the host does not read the number of chunks. A place is the
-index of a chunk in the grid. The chunks of row s start at place `starts[s] // CHUNK + s`. Places are distinct and at
-most `tokens // CHUNK + sequences`. A program counts starts to find its row. The grid depends only on sizes, so a
-captured graph works for any lengths.
+A call in chunks has one program per chunk of each sequence, but the host does not read the number of chunks. A
+place is the index of a chunk in the launch grid. The chunks of sequence s start at place `starts[s] // CHUNK + s`.
+Places are distinct and at most `tokens // CHUNK + sequences`. A program finds its sequence by comparing its place
+with all starts. The grid depends only on sizes, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ __all__ = [
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether Triton's interpreter runs the kernels. The interpreter would multiply the raw bits of bfloat16. Rounded
-values are therefore converted back to float32."""
+"""Whether Triton's interpreter runs the kernels. The interpreter cannot multiply bfloat16 correctly, because it
+uses the raw bits. Rounded values are therefore converted back to float32."""
 
 
 @triton.jit
 def row_of(starts, row):
-    """Return the index of a row's first token, and the number of tokens of the row. The index is int64, because
-    offsets of packed tokens may exceed 2^31."""
+    """Return the index of the sequence's first token, and its number of tokens. `row` is the number of the
+    sequence. The index is int64, because offsets of packed tokens may exceed 2^31."""
     start = tl.load(starts + row).to(tl.int64)
     return start, (tl.load(starts + row + 1) - start).to(tl.int32)
 
 
 @triton.jit
 def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the row of the chunk at `place`, and the number of this chunk in the row. `place` is the index of the
-    chunk in the launch grid. A chunk after the end of the row is empty."""
+    """Return the sequence of the chunk at `place`, and the number of this chunk in the sequence. `place` is the
+    index of the chunk in the launch grid. A chunk after the end of the sequence is empty."""
     index = tl.arange(0, SEARCH)
     begins = tl.load(starts + index, mask=index < sequences, other=0).to(tl.int32)
     before = (begins // CHUNK + index <= place) & (index < sequences)
@@ -62,13 +62,15 @@ def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
 
 @triton.jit
 def first_place(starts, row, CHUNK: tl.constexpr):
-    """Return the place of a row's first chunk. A place is the index of a chunk in the launch grid."""
+    """Return the place of a sequence's first chunk. A place is the index of a chunk in the launch grid. `row` is
+    the number of the sequence."""
     return tl.load(starts + row).to(tl.int32) // CHUNK + row
 
 
 @triton.jit
 def start_page(read, fresh, row, FRESH: tl.constexpr):
-    """Return the page of a row's first state, or 0 if the row starts from zeros."""
+    """Return the page of a sequence's first state, or 0 if the sequence starts from zeros. `row` is the number of
+    the sequence."""
     page = tl.load(read + row).to(tl.int64)
     if FRESH:
         page = tl.where(tl.load(fresh + row) != 0, 0, page)
@@ -101,11 +103,12 @@ def product(left, right, DOT: tl.constexpr):
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the precision of matrix products for a dtype. bf16 inputs are multiplied as bf16.
+    """Return the precision of matrix products for inputs of a dtype: bf16, tf32 or ieee. bf16 inputs are multiplied
+    as bf16.
 
-    fp16 inputs are multiplied as tf32, which represents them exactly, because states may exceed the range of fp16.
-    float32 inputs are multiplied in full precision, because in Triton 3.6 three passes of tf32 read past shared
-    memory.
+    fp16 inputs are multiplied as tf32, because states may exceed the range of fp16. tf32 represents fp16 values
+    exactly. For float32 inputs the precision is ieee (full precision), because three passes of tf32 read past
+    shared memory in Triton 3.6.
     """
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "ieee")
 
@@ -116,20 +119,21 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def places(rows: StateRows, tokens: int, chunk: int) -> int:
-    """Return an upper bound of the number of chunks in a call. Reads no lengths from the device."""
+    """Return an upper bound of the number of chunks in a call, for the launch grid. Reads no lengths from the
+    device."""
     return tokens // chunk + rows.sequences
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many row starts a program reads to find its row. The result is one of a few numbers, so that few
-    kernels are compiled.
+    """Return how many entries of `starts` a program reads to find its sequence. The result is one of a few numbers,
+    so that few kernels are compiled.
     """
     return max(64, int(triton.next_power_of_2(rows.sequences)))
 
 
 def row_arguments(rows: StateRows) -> dict[str, object]:
-    """Return the kernel arguments that describe the rows. Their types are always the same, so the kernel is compiled
-    only once."""
+    """Return the kernel arguments that describe the sequences. Their types are always the same, so the kernel is
+    compiled only once."""
     if rows.batch_invariant:
         read = rows.read if rows.fresh is None else rows.read.masked_fill(rows.fresh != 0, 0)
         read, write = (part.to(torch.int64).contiguous() for part in (read, rows.write))
@@ -146,18 +150,18 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
 
 
 def stored_arguments(rows: StateRows) -> dict[str, object]:
-    """Return the kernel arguments `stored` and STORED: after how many tokens of a row the kernel stores the state. Without
-    `StateRows.stored`, the kernel stores the state after the last token."""
+    """Return the kernel arguments `stored` and STORED: after how many tokens of a sequence the kernel stores the
+    state. Without `StateRows.stored`, the kernel stores the state after the last token."""
     stored = rows.starts if rows.stored is None else rows.stored
     return {"stored": stored.contiguous(), "STORED": rows.stored is not None}
 
 
 def batch_invariant_kernel(kernel: Any) -> Any:
-    """Return a version of the kernel for batch-invariant rows. It is compiled once per layer, for all sizes and
+    """Return a version of the kernel for batch-invariant calls. It is compiled once per layer, for all sizes and
     alignments of a call.
 
-    Triton normally compiles special versions for a size of 1 and for aligned addresses. These could sum in another
-    order. The arguments of the pages may be specialised, because they never change.
+    Triton normally compiles special versions for a size of 1 and for aligned addresses. These versions could sum in
+    another order. The arguments of the pages may be specialised, because they never change.
     """
     varying = [
         name

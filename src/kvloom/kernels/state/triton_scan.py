@@ -3,14 +3,14 @@
 """Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, and time runs in a
 loop.
 
-If there are enough rows to fill the device, a program processes a whole row for a block of channels. If there are only
-a few long rows, they are also split into chunks in time. Each chunk is then processed twice:
+If there are enough sequences to fill the device, a program processes a whole sequence for a block of channels. If
+there are only a few long sequences, they are also split into chunks of tokens. Each chunk is then processed twice:
 
-    SUMMARY   every chunk from zeros             →  the chunk's last state, the sum of its steps
-    pass      along the chunks of a row          →  every chunk's first state, the row's last state
+    SUMMARY   every chunk from zeros             →  the chunk's last state, the sum of its time steps
+    pass      along the chunks of a sequence     →  every chunk's first state, the sequence's last state
     OUTPUTS   every chunk from its first state   →  y
 
-Batch-invariant rows are never split, and a program processes as many channels as in a decode step.
+In batch-invariant calls, sequences are never split, and a program processes as many channels as in a decode step.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ SUMMARY: tl.constexpr = tl.constexpr(1)
 OUTPUTS: tl.constexpr = tl.constexpr(2)
 
 CHUNK = 256
-"""Number of tokens of a chunk, if rows are split in time."""
+"""Number of tokens of a chunk, if sequences are split into chunks."""
 
-# Channels per program, and warps. Arithmetic bounds a whole row; loads in flight bound a decode step.
+# Channels per program, and warps. Arithmetic limits the speed of a whole sequence; loads in flight limit a decode step.
 WALK_ELEMENTS, WALK_WARPS = 512, 1
 STEP_ELEMENTS, STEP_WARPS = 1024, 2
 
 ENOUGH = 2048
-"""Number of programs that fill a device. With fewer programs, rows of at least two chunks are split in time."""
+"""Number of programs that fill a device. With fewer programs, sequences of at least two chunks are split into
+chunks."""
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def pass_kernel(
     FRESH: tl.constexpr,
 ):  # fmt: skip
     """Compute the first state of every chunk. On entry, `chunk_states` has the last state of each chunk, computed
-    from zeros. On return, it has the first state of each chunk. Each thread updates its own elements.
+    from zeros. On return, it has the first state of each chunk. Each thread updates its own elements of the state.
     """
     row = tl.program_id(0)
     _, length = row_of(starts, row)

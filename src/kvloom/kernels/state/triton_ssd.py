@@ -3,13 +3,13 @@
 """The scan of Mamba-2 in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
 once.
 
-| kernel        | a program is                        | computes                                                  |
-|---------------|-------------------------------------|-----------------------------------------------------------|
-| steps_kernel  | a chunk, some heads                 | steps and their decay summed inside the chunk             |
-| state_kernel  | a row, a head, a block of the state | every chunk's first state, in order; the row's last state |
-| output_kernel | a chunk, a head                     | y, all chunks in parallel                                 |
-| decode_kernel | a row, a head, a block of the state | y and the last state, token by token: short rows, and     |
-|               |                                     | batch-invariant ones of any length                        |
+| kernel        | a program is                             | computes                                               |
+|---------------|------------------------------------------|--------------------------------------------------------|
+| steps_kernel  | a chunk, some heads                      | time steps, and log decays summed inside the chunk     |
+| state_kernel  | a sequence, a head, a block of the state | every chunk's first state, in order; the last state    |
+| output_kernel | a chunk, a head                          | y, all chunks in parallel                              |
+| decode_kernel | a sequence, a head, a block of the state | y and the last state, token by token: short sequences, |
+|               |                                          | and batch-invariant calls of any length                |
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def steps_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the step of every token, and the log decays summed from the start of its chunk. `steps` and `cum` are
-    [heads, tokens], so that a chunk of one head is contiguous."""
+    """Compute the time step of every token, and the log decays summed from the start of its chunk. `steps` and
+    `cum` are [heads, tokens], so that a chunk of one head is contiguous."""
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -193,8 +193,8 @@ def output_kernel(
 def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
-    """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`). If
-    `some` is true, also load the step. Returns x, b, c and the step."""
+    """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`).
+    If `some` is true, also load the time step. Returns x, b, c and the time step."""
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)
@@ -231,7 +231,7 @@ def decode_kernel(
     dt += head
     b += group * b_group
     c += group * c_group
-    if INVARIANT:  # rows may be long, so the next token is loaded while this one is computed
+    if INVARIANT:  # sequences may be long, so the next token is loaded while this token is computed
         some = length > 0
         width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
         x_next, b_next, c_next, step_next = _token(

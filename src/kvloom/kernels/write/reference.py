@@ -12,12 +12,14 @@ from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 __all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
-"""Smallest scale that is used, so that the inverse of a scale is always finite. A row of zeros has this scale."""
+"""Smallest scale that is used, so that the inverse of a scale is always finite. If all values of a head are zero,
+this is their scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotation of pairs of dims by angles per token. `cos` and `sin` are [tokens, pairs], with any strides.
+    """A rotation of pairs of dims by angles per token. `cos` and `sin` are [tokens, pairs], with any strides. There
+    are n pairs.
 
     | form     | pair i is         | and is written to   | as in                    |
     |----------|-------------------|---------------------|--------------------------|
@@ -25,9 +27,9 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | x[2i], x[2i + 1]    | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    The n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Results are computed in
-    float32 (float64 for float64 inputs) and rounded once to the input's dtype. With `rounded`, products are also
-    rounded before they are added, as in modeling code.
+    The n pairs are the first 2n dims of a head, or with `tail` (for latents) the last 2n dims. Results are computed
+    in float32 (float64 for float64 inputs) and rounded once to the input's dtype. With `rounded`, products are also
+    rounded before they are added, as in Hugging Face's modeling code.
     """
 
     cos: torch.Tensor
@@ -106,7 +108,8 @@ def write(
 
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Clamp the values, then round half to even. Without the clamp, conversion could turn large values into NaN."""
+    """Return the values converted to `dtype`: clamped, then rounded half to even. Without the clamp, the conversion
+    could turn large values into NaN."""
     most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()

@@ -2,10 +2,11 @@
 
 """The kernel that writes K and V to pages. One launch rotates, quantises and stores K and V, and also rotates q.
 
-A row is one head of one token. A program takes `ROWS` rows of K or V, or `Q_ROWS` rows of q, in memory order:
+A tensor row is one head of one token. A program processes `ROWS` rows of K or V, or `Q_ROWS` rows of q, in memory
+order:
 
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
-    a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (reversed with a tail)
+    a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (in reverse order with `tail`)
 
 The host reads no value, so a captured graph works for any slots. The caller checks shapes.
 """
@@ -33,15 +34,17 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtra
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 TILE = 4096
-"""Elements that a program processes if there are many rows. In bf16, each thread has four loads of 16 bytes."""
+"""Number of elements that a program processes if there are many tensor rows. In bf16, each thread then has four
+loads of 16 bytes."""
 SMALL_TILE = 1024
 PROGRAMS = 512
-"""Number of programs that fill the device. If there would be fewer programs, smaller tiles are faster."""
+"""Number of programs that fill the device. If large tiles give fewer programs, smaller tiles are faster."""
 
 
 @triton.jit
 def _load_pairs(x, kept, PAIRS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ADJACENT: tl.constexpr):
-    """Return both members of every pair in float32. Adjacent pairs are read together and split in registers."""
+    """Return both members of every rotated pair in float32. Adjacent pairs are read together and split in
+    registers."""
     if ADJACENT:
         both_lane = tl.arange(0, 2 * WIDE)[None, :]
         both = tl.load(x[:, None] + both_lane, mask=kept[:, None] & (both_lane < 2 * PAIRS), other=0.0)
@@ -86,8 +89,8 @@ def _rotate(
 
 @triton.jit
 def _stored(x, inverse, pages, MOST: tl.constexpr):
-    """Return the values as the page stores them. If MOST is 0 they are only converted, otherwise quantised with the
-    inverse scale `inverse`."""
+    """Return the values in the dtype of the pages. If MOST is 0 they are only converted, otherwise quantised with
+    the inverse scale `inverse`."""
     if MOST > 0:
         x = x * inverse[:, None]
         x = tl.minimum(tl.maximum(x, -MOST), MOST)
@@ -149,8 +152,8 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write rows of K or V to their pages. SCALES is 0 for pages without scales, 1 for one scale per head, and 2 for
-    one scale per token and head. With 2, the scale is stored in the page."""
+    """Write K or V of some heads and tokens to their pages. SCALES is 0 for pages without scales, 1 for one scale
+    per head, and 2 for one scale per token and head. With 2, the scale is stored in the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -168,7 +171,7 @@ def _append(
         a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
-        # Rounded as if rotated before the call, so that fusing does not change stored values.
+        # Rounded here as if K had been rotated before the call, so that fusing does not change stored values.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
     inverse = tl.full([ROWS], 1.0, tl.float32)

@@ -1,5 +1,5 @@
-"""Optional: replaces modules of Hugging Face models by fewer, larger operations. Each replacement is tested first. If
-its results differ, the module is not changed.
+"""Optional: replaces modules of Hugging Face models by fewer, larger operations. Each replacement is first compared
+with its module. If the results differ, the module is not changed.
 
 | file              | replaces                                                        |
 |-------------------|-----------------------------------------------------------------|

@@ -2,7 +2,7 @@
 
     norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-On a CPU, calls between modules take most of a small model's step. A layer is replaced only if all its parts are
+In a small model on a CPU, calls between modules take most of a step. A layer is replaced only if all its parts are
 already fused. Steps with several tokens per sequence use the layer's previous forward.
 """
 
@@ -20,8 +20,8 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm module and its parameters. A call applies the norm with the current weight of the module. `gemma` has the
-    same meaning as in `fused.NormForm`."""
+    """A norm module and its parameters. A call applies the norm with the current weight of the module. `gemma`
+    selects the form of the norm (see `fused.NormForm`)."""
 
     module: Any
     eps: float
@@ -32,7 +32,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The new forward of a decoder layer. If it does not support a call, the previous forward (`own`) runs."""
+    """The new forward of a decoder layer. If it does not support a call, the layer's previous forward (`own`) runs."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys also
-rotates keys and queries. Models with q and k norms save memory traffic in prompts, because one launch normalises and
-rotates.
+On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys
+also rotates keys and queries. Models with q and k norms save memory traffic in prompts, because one launch
+normalises and rotates.
 
-Modules are selected by a test, not by family name. Each module runs on random input with pages that record their
-calls. If the fused forward makes other calls or gives other results, the module is not changed.
+Modules are selected by a test, not by family name. Each module and its fused forward run on random input, with
+pages that record calls. If the fused forward makes other calls or gives other results, the module is not changed.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class FusedAttention:
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v of all tokens as one tensor [tokens, heads, dim]: first the heads of q, then of k, then of
-        v."""
+        """Return q, k and v of all tokens as one tensor [tokens, heads, dim]. It has first the heads of q, then of
+        k, then of v."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(

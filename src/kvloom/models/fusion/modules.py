@@ -1,22 +1,22 @@
-"""Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after the
-model was prepared for pages.
+"""Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after
+the model was prepared for pages.
 
-| found in a model                      | replaced by                                               |
-|---------------------------------------|-----------------------------------------------------------|
-| RMS norms                             | one launch                                                |
-| gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
-| q_proj, k_proj, v_proj                | one matrix product                                        |
-| `apply_rotary_pos_emb`                | one launch                                                |
-| rotary embeddings (`rotary_cache`)    | on a GPU, a table lookup                                  |
-| decoder layers of these               | residuals added by the product, or by the norm after it   |
-| attention (`fused_attention`)         | on a CPU one rotation in place, and fewer calls; on a GPU  |
-|                                       | single tokens are rotated by the launch that writes them, |
-|                                       | prompts by the launch that norms q and k                  |
-| experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
+| found in a model                   | replaced by                                               |
+|------------------------------------|-----------------------------------------------------------|
+| RMS norms                          | one launch                                                |
+| gate_proj, up_proj of a gated MLP  | one matrix product, one launch for the activation         |
+| q_proj, k_proj, v_proj             | one matrix product                                        |
+| `apply_rotary_pos_emb`             | one launch                                                |
+| rotary embeddings (`rotary_cache`) | on a GPU, a table lookup                                  |
+| decoder layers with these modules  | residuals added by the product, or by the norm after it   |
+| attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
+|                                    | single tokens are rotated by the launch that writes them, |
+|                                    | prompts by the launch that norms q and k                  |
+| experts and routers (`moe`)        | two grouped matrix products, one launch for the routing   |
 
-Modules are selected by a test, not by family name. Each replacement is first compared with the module on random input.
-A module with different results is not changed. Weights are joined in one tensor, and the weights of the modules become
-views of that tensor. A fused decoder layer overwrites its input.
+Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
+input. A module with different results is not changed. Weights are joined in one tensor, and the weights of the
+modules become views of that tensor. A fused decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse every module of the model that can be fused. Return the number of fused modules by kind. The call can be
-    repeated. The model must already be on the device on which it will run.
+    """Fuse every module of the model that can be fused. Return the number of fused modules by kind. Repeated calls
+    are allowed. The model must already be on the device on which it will run.
 
-    All token positions that the model will get must be below `limit`. If `limit` is 0, the positions are unknown, and
-    rotary embeddings are not replaced.
+    All token positions that the model will get must be below `limit`. If `limit` is 0, the positions are unknown,
+    and rotary embeddings are not replaced.
     """
     done: Counter[str] = Counter()
     with torch.no_grad():
@@ -85,7 +85,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 
 def _fuse_head(model: Any) -> None:
-    """On a CPU, let the model's output matrix use `linear`, which is faster than BLAS for a few rows."""
+    """On a CPU, make the model's output matrix use `linear`, which is faster than BLAS for a few tokens."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
         vars(head).setdefault("forward", lambda x: linear(x, head.weight))
@@ -103,7 +103,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _FusedNorm:
-    """The fused forward of a norm. Reads the weight at each call, because loading weights may replace it. If the
+    """The fused forward of a norm. It reads the weight at each call, because loading weights may replace it. If the
     weight does not fit the input (Falcon Mamba), the module's own forward runs.
     """
 
@@ -197,8 +197,8 @@ class _FusedDecoderLayer:
     """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. With
     `posts`, attention and MLP outputs are normalised before they are added.
 
-    With `posts`, the last launch also computes the norm `after`, which is the first norm of the next layer. The result
-    is stored as an attribute of x, so it is freed with x.
+    With `posts`, the last launch also computes the norm `after`, which is the first norm of the next layer. The
+    result is stored as an attribute of x, so it is freed with x.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. The layer is fused only
-    if it gives the same result with a stand-in for its attention."""
+    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. Both forwards are
+    compared first, with a stand-in for attention. The layer is fused only if the results are equal."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
@@ -301,8 +301,8 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer computes the same result as `found`. A stand-in replaces the attention of both, because
-    only the rest of the layer is compared."""
+    """Return whether a layer computes the same result as its fused form `found`. A stand-in replaces the attention
+    of both, because only the rest of the layer is compared."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -317,7 +317,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
         output.forward = found._output
         return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # it needs more than hidden states, so it is not changed
+        return False  # the module needs more than hidden states, so it is not changed
     finally:
         output.forward = plain
         if own is None:
@@ -345,7 +345,7 @@ def _fuse_projections(module: Any) -> bool:
                 return functional.linear(x, own.weight, own.bias)
             found = last[0][1][place]
             if place == 2:
-                last.clear()  # otherwise the activations of a layer would stay in memory until its next run
+                last.clear()  # otherwise the activations of a layer would stay in memory until its next call
             return found
 
         return forward
@@ -385,8 +385,8 @@ def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:
-    """Replace `apply_rotary_pos_emb` of a modeling file by one launch if both compute the same. Return 1 if it was
-    replaced, else 0.
+    """Replace `apply_rotary_pos_emb` of a modeling file by one launch if both compute the same results. Return 1 if
+    it was replaced, else 0.
     """
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     weight = next(model.parameters())
@@ -398,7 +398,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
         wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
         same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
-        return 0  # other arguments or shapes, so it is not changed
+        return 0  # the function has other arguments or shapes, so it is not changed
     if not same:
         return 0
 

@@ -1,9 +1,9 @@
 """Mixtures of experts in Hugging Face modules, computed as grouped matrix products.
 
-| found in a model                                             | replaced by                                   |
-|--------------------------------------------------------------|-----------------------------------------------|
-| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device  |
-| routers: softmax of one product, top-k                       | one launch after the product                  |
+| found in a model                                              | replaced by                                  |
+|---------------------------------------------------------------|----------------------------------------------|
+| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device |
+| routers: softmax of one product, top-k                        | one launch after the product                 |
 
 Each replacement is first compared on random input. A module with different results is not changed.
 """
@@ -35,7 +35,7 @@ def fuse_experts(module: Any) -> bool:
         return False
     draw = torch.Generator().manual_seed(dim)
     picked = min(2, count)
-    # Some rows are large, so that a clamp in the gate becomes visible.
+    # Some tensor rows are large, so that a clamp in the gate changes the result.
     sizes = torch.tensor([1.0, 1.0, 8.0, 64.0, 512.0])
     x = (torch.randn(5, dim, generator=draw) * sizes[:, None]).to(gate_up.device, gate_up.dtype)
     index = torch.stack([torch.randperm(count, generator=draw)[:picked] for _ in x]).to(x.device)
@@ -43,9 +43,9 @@ def fuse_experts(module: Any) -> bool:
     try:
         wanted = module(x, index, weights)
     except (TypeError, RuntimeError):
-        return False  # other arguments, so it is not changed
+        return False  # the module has other arguments, so it is not changed
     for activation in ACTIVATIONS:
-        # Every tile is tried, which also compiles it before serving.
+        # Every tile is tried, which also compiles its kernel before serving.
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
             # Weights are read at each call, because loading weights later replaces them.
@@ -74,7 +74,7 @@ def fuse_router(module: Any) -> bool:
         return False
     for shared in (True, False):
         found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
-        # Of equal probabilities another expert may be selected, so their logits are compared.
+        # Among equal probabilities another expert may be selected, so the logits of the experts are compared.
         alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
         if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
             module.forward = _router(module, picked, shared, scores.dtype)
@@ -91,7 +91,7 @@ def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ only by rounding in every row."""
+    """Return whether two results differ only by rounding in every tensor row."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)

@@ -1,7 +1,7 @@
 """Reads cos and sin of rotary embeddings from a table, which saves launches on a GPU.
 
-The rotary embedding itself computes the table, and a step gathers rows from it. If the angles depend on more than
-position and layer kind, the embedding is not replaced.
+The rotary embedding itself computes the table. A step reads the entries of its positions. If the angles depend on
+more than position and layer kind, the embedding is not replaced.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class RotaryCache:
     of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the possible other arguments of a call (layer kinds). Each kind has one table of 2 * head dim *
-        limit numbers. `like` sets dtype and device."""
+        """`kinds` lists the extra arguments (layer kinds) that a call may have. Each kind has one table of 2 * head
+        dim * limit numbers. `like` sets dtype and device."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
     def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
-        """Return [positions, 2, dim]: cos and sin of every position."""
+        """Return cos and sin of every position: [positions, 2, dim]."""
         pieces = []
         for first in range(0, self.limit, TABLE_CHUNK):
             places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)
@@ -76,6 +76,6 @@ def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
             if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
                 return False
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # other arguments or results, so it is not changed
+        return False  # the embedding has other arguments or results, so it is not changed
     module.forward = found
     return True

@@ -1,10 +1,10 @@
-"""Heads: small modules beside a target that draft tokens from its hidden states.
+"""Draft heads: small modules that draft tokens from the hidden states of a target model.
 
 | file    | content                                                  |
 |---------|----------------------------------------------------------|
 | head    | `Head`: the interface                                    |
 | mtp     | multi-token-prediction heads in the target's checkpoint  |
-| eagle   | EAGLE-3 heads in folders of their own                    |
+| eagle   | EAGLE-3 heads, each in a separate folder                 |
 | tensors | reading some tensors of a checkpoint                     |
 """
 

@@ -43,11 +43,11 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding of a token and the hidden state of the token before it. The
-    input of the layer is the concatenation of the two."""
+    """A decoder layer whose attention reads two inputs for a token: its embedding, and the hidden state of the
+    token before it. The input of the layer is the concatenation of the two."""
 
     def __init__(self, layer: Any, config: Any) -> None:
-        """`layer` is a Llama layer. This layer takes over its modules."""
+        """Take over the modules of a Llama layer (`layer`)."""
         super().__init__()
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm = layer.input_layernorm
@@ -69,7 +69,8 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(Head):
-    """An EAGLE-3 head. `after` contains numbers of target layers. Hidden states are read after this many layers."""
+    """An EAGLE-3 head. `after` contains numbers of target layers. For each number n, the head reads the hidden
+    states after the first n layers of the target."""
 
     target_ids: torch.Tensor | None
     """The target's id of each token in the draft vocabulary. None if the vocabularies are the same."""
@@ -102,15 +103,16 @@ class EagleHead(Head):
 
 
 def new_eagle_head(fields: dict[str, Any], target: Any, vocabulary: int) -> EagleHead:
-    """Return a head with random weights on the CPU. `fields` are the fields of its config. `vocabulary` is the number
-    of tokens that the head can propose."""
+    """Return a head with random weights on the CPU. `fields` are the fields of the head's config. `vocabulary` is
+    the number of tokens that the head can propose."""
     text, weight = target.config.get_text_config(), target.get_output_embeddings().weight
     model = _one_layer_model(fields, text, vocabulary, weight.dtype)
     return EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), len(weight))
 
 
 def load_eagle_head(folder: str, target: Any) -> EagleHead:
-    """Load an EAGLE-3 head on the device and in the dtype of `target`. Raises ModelError if it does not fit."""
+    """Load an EAGLE-3 head on the device and in the dtype of `target`. Raises ModelError if the head does not fit
+    the target."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError(
@@ -153,7 +155,8 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _renamed(name: str) -> str | None:
-    """Return the name of a weight in a Llama model with one layer. Returns None for a weight that is not needed."""
+    """Return the name that a head's weight has in a Llama model with one layer. Returns None for a weight that is
+    not needed."""
     if name == "t2d":
         return None
     name = re.sub(r"^(midlayer|layers\.0)\.", "model.layers.0.", name)
@@ -180,8 +183,8 @@ def _one_layer_model(fields: dict[str, Any], text: Any, vocabulary: int, dtype: 
 
 
 def _layer_counts(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return after how many layers of the target hidden states are read, sorted. Raises ModelError for an invalid
-    number."""
+    """Return, sorted, the numbers of target layers after which hidden states are read. Raises ModelError for an
+    invalid number."""
     within = (fields.get("eagle_config") or {}).get(LAYER_IDS)
     counts = fields.get(LAYER_IDS) or (within and [last + 1 for last in within])
     counts = counts or [2, layers // 2, layers - 3]
@@ -193,7 +196,7 @@ def _layer_counts(fields: dict[str, Any], layers: int) -> list[int]:
 
 
 def _assign(head: EagleHead, tensors: dict[str, torch.Tensor], folder: str) -> None:
-    """Copy weights into a head. Raises ModelError if some are missing, unknown, or of another size."""
+    """Copy weights into a head. Raises ModelError if weights are missing, unknown, or of another size."""
     try:
         found = head.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

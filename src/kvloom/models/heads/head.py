@@ -1,10 +1,11 @@
-"""The interface of heads: one decoder layer that drafts from the hidden states of a target.
+"""The interface of draft heads. A head is one decoder layer that drafts tokens from the hidden states of a target
+model.
 
     input of token n    its embedding, and the hidden state of token n - 1
     output              logits of token n + 1, and the head's own hidden state of token n
 
-If the target has computed token n - 1, the head uses the target's hidden state, which is exact. Otherwise it uses its
-own hidden state.
+If the target has computed token n - 1, the head uses the target's hidden state, which is exact. Otherwise it uses
+its own hidden state.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch import nn
 __all__ = ["Head", "States", "collect_outputs", "own_or_shared"]
 
 States = Callable[[], torch.Tensor]
-"""A function that returns the hidden states [tokens, size] of a run. Call it after the run."""
+"""A function that returns the hidden states [tokens, size] of one execution of a model. Call it after the
+execution."""
 
 
 class Head(nn.Module, ABC):
-    """A head. `model` is a Hugging Face model with one layer, which gets the result of `join` as its embeddings."""
+    """A draft head. `model` is a Hugging Face model with one layer, which gets the result of `join` as its
+    embeddings."""
 
     def __init__(self, model: Any, state_size: int) -> None:
         super().__init__()
@@ -35,18 +38,18 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def join(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the input of the layer. `tokens` are token ids, and `before` are the hidden states of the tokens
-        before them."""
+        """Return the input of the head's layer. `tokens` are token ids, and `before` are the hidden states of the
+        tokens before them."""
 
     @abstractmethod
     def target_states(self, decoder: Any) -> AbstractContextManager[States]:
-        """A context in which the target runs once. Yields a function that returns the target's hidden states after the
-        run."""
+        """A context in which the target runs once. Yields a function that returns the target's hidden states
+        afterwards."""
 
     @abstractmethod
     def own_states(self) -> AbstractContextManager[States]:
-        """A context in which the head runs once. Yields a function that returns the head's own hidden states after the
-        run."""
+        """A context in which the head runs once. Yields a function that returns the head's own hidden states
+        afterwards."""
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for the target's vocabulary, from logits of the draft vocabulary."""
@@ -55,8 +58,8 @@ class Head(nn.Module, ABC):
 
 @contextmanager
 def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[list[torch.Tensor]]:
-    """A context that collects the outputs of `modules` in a list. Each output belongs to one packed row and is
-    [tokens, size]. With `copies`, outputs are copied, because later modules may overwrite them."""
+    """A context that collects the outputs of `modules` in a list. Each output is [tokens, size], for all packed
+    tokens of a step. With `copies`, outputs are copied, because later modules may overwrite them."""
     found: list[torch.Tensor] = []
 
     def collect(_: Any, __: Any, output: Any) -> None:
@@ -72,8 +75,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return the module that the head uses. If the head has its own matrix `own` that differs from the target's,
-    return a copy of `module` with this matrix. Otherwise return `module`, which is shared with the target."""
+    """Return the module that the head uses: `module`, which is shared with the target, or a copy of it. The copy is
+    needed if the head has its own matrix `own` that differs from the target's."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

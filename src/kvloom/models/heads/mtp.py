@@ -3,14 +3,14 @@
     x = projection(concat(norm(embedding of token n), norm(hidden state of token n - 1)))
     hidden state = norm(decoder layer(x))      logits = target's output matrix(hidden state)
 
-| weights of                    | DeepSeek-V3, GLM-4.5: `model.layers.N.` (N layers) | Qwen3-Next: `mtp.`      |
-|-------------------------------|-----------------------------------------------------|-------------------------|
-| projection                    | `eh_proj`                                           | `fc`                    |
-| norm of embeddings            | `enorm`                                             | `pre_fc_norm_embedding` |
-| norm of hidden states         | `hnorm`                                             | `pre_fc_norm_hidden`    |
-| norm after the layer          | `shared_head.norm`                                  | `norm`                  |
-| decoder layer                 | all others                                          | `layers.0`              |
-| embeddings, output matrix     | `embed_tokens`, `shared_head.head`; or the target's | the target's            |
+| weights of                | DeepSeek-V3, GLM-4.5: `model.layers.N.` (N layers)  | Qwen3-Next: `mtp.`      |
+|---------------------------|-----------------------------------------------------|-------------------------|
+| projection                | `eh_proj`                                           | `fc`                    |
+| norm of embeddings        | `enorm`                                             | `pre_fc_norm_embedding` |
+| norm of hidden states     | `hnorm`                                             | `pre_fc_norm_hidden`    |
+| norm after the layer      | `shared_head.norm`                                  | `norm`                  |
+| decoder layer             | all others                                          | `layers.0`              |
+| embeddings, output matrix | `embed_tokens`, `shared_head.head`; or the target's | the target's            |
 
 transformers does not load these weights with the target. The layer has the target's architecture, with full
 attention. For further draft tokens, the head runs again on its own output. If there are several heads, only the
@@ -49,7 +49,8 @@ _NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "state_norm",
     "mtp.norm.weight": "model.norm.weight",
 }
-"""Our name of each weight of a head. Weights that are not listed belong to the head's decoder layer."""
+"""The name that each weight of a head has in `MTPHead`. Weights that are not listed belong to the head's decoder
+layer."""
 _NEEDED = ("projection", "embedding_norm", "state_norm", "model.norm.weight")
 
 
@@ -84,7 +85,7 @@ class MTPHead(Head):
 
 def load_mtp_head(target: Any) -> MTPHead:
     """Load the head of a target's checkpoint on the target's device and in its dtype. Raises ModelError if the
-    checkpoint has none."""
+    checkpoint has no head."""
     name = str(getattr(target.config, "_name_or_path", "") or "the model")
     try:
         folder = checkpoint_of(target)
@@ -143,8 +144,8 @@ def _renamed(key: str, layers: int) -> str | None:
 
 
 def _layer_config(config: Any) -> Any:
-    """Return the config of a model with one layer like those of the target. Its vocabulary size is a placeholder,
-    because the embeddings and the output matrix of the target are shared later."""
+    """Return the config of a model with a single layer. The layer has the architecture of the target's layers. The
+    vocabulary size is a placeholder, because the embeddings and the output matrix of the target are shared later."""
     if getattr(config, "quantization_config", None):
         raise ModelError("speculate mtp does not support quantised weights: use a checkpoint in bfloat16")
     config = copy.deepcopy(config)
@@ -156,7 +157,7 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Set the config fields by which each family chooses experts or a dense MLP for the layer."""
+    """Make the layer of the head have experts or a dense MLP. Each family has other config fields for this choice."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

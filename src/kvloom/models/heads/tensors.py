@@ -16,8 +16,8 @@ __all__ = ["read_tensors"]
 
 
 def read_tensors(folder: Path, renamed: Callable[[str], str | None]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder's safetensors files under their new names. `renamed` returns None for a tensor
-    that is not needed. Raises ModelError for files that cannot be read."""
+    """Read the safetensors files of a folder, and return the tensors by their new names. `renamed` returns the new
+    name of a tensor, or None if the tensor is not needed. Raises ModelError for files that cannot be read."""
     found: dict[str, torch.Tensor] = {}
     for path in _files(folder, renamed):
         with _opened(path) as file:

@@ -35,8 +35,8 @@ def model_fingerprint(model: Any) -> str:
 
 
 def vision_fingerprint(model: Any) -> str:
-    """Return the fingerprint of a model's image part, which has 32 characters. Models with equal image parts and
-    different text parts have the same one.
+    """Return the fingerprint of a model's image part, which has 32 characters. It does not depend on the text part
+    of the model.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     parts = [one for one in tensors if not _TEXT_PARTS & set(one[0].split("."))]

@@ -90,7 +90,7 @@ def load_vision(
     load_format: LoadFormat = "auto",
     progress: bool = False,
 ) -> Any:
-    """Return a model on `device` that can only encode images: the layers of its text part are not loaded. The
+    """Return a model on `device` that can only encode images. The layers of its text part are not loaded. The
     arguments are those of `load`. Raises ModelError if the model takes no images.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
@@ -100,7 +100,9 @@ def load_vision(
             f"{', '.join(sorted(VISION_FAMILIES))}"
         )
     with progress_bars(progress):
-        if load_format == "random":  # random numbers are drawn for all weights in order
+        if (
+            load_format == "random"
+        ):  # random weights depend on the order in which all weights are drawn, also those of text layers
             loaded = _random(config, kind, where, seed=0)
         else:
             loaded = _weights(model, _without_text_layers(config), kind, where)
@@ -136,7 +138,8 @@ def _without_text_layers(config: Any) -> Any:
 
 
 def _drop_text(model: Any) -> None:
-    """Delete the weights that only text needs. The input embeddings keep one row, which states dtype and width."""
+    """Delete the weights that only text needs. The input embeddings keep one row, because their dtype and width are
+    still read."""
     text = model.base_model.language_model
     for name, module in text.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):
@@ -178,8 +181,8 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
 
 
 def refusal(config: Any) -> str | None:
-    """Return the reason why a model with this config cannot run, or None. Runs the model code on shapes only, which
-    needs no memory and about 10 ms per layer.
+    """Return the reason why a model with this config cannot run, or None. Runs the model code on tensors without
+    data, which needs no memory and about 10 ms per layer.
     """
     try:
         cls, own = _class(config)
@@ -221,8 +224,8 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the transformers class that runs a config as a language model, and the part of the config for this
-    class."""
+    """Return the transformers class that runs a config as a language model, and the part of the config that this
+    class takes."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -253,8 +256,8 @@ def _meta_model(cls: Any, config: Any) -> Any:
 
 
 def _check_files(model: str) -> None:
-    """Raise ModelError unless a folder contains all its weights as readable safetensors. For hub ids, transformers
-    checks this.
+    """Raise ModelError unless a folder contains all weights of its model as readable safetensors. For hub ids,
+    transformers checks this.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -307,8 +310,8 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Return a model with random weights, filled directly on the device. Afterwards transformers initialises norms,
-    biases, rates and rotary tables."""
+    """Return a model with random weights, which are generated directly on the device. Afterwards transformers
+    initialises norms, biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)

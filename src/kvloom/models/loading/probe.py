@@ -1,9 +1,10 @@
-"""Runs a model's code without its weights. Checks that its layers write and read the data that their specs describe.
+"""Runs a model's code without its weights. Checks that its layers write and read the data that their specs
+describe.
 
-The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache` replaces
-the cache and the attention function and records the calls. This detects unsupported architectures before any weight is
-read. Examples are models that never call the attention registry, that use their own mask, or that store other data
-than their config states. The probe checks calls and shapes, not values.
+The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
+replaces the cache and the attention function and records the calls. This detects unsupported architectures before
+any weight is read. Such a model never calls the attention registry, uses its own mask, or stores other data than
+its config states. The probe checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 
 
 class RecordingCache(EmptyCache):
-    """The cache argument of a probed model. Behaves like an empty cache, and records calls by layer."""
+    """The cache argument of a probed model. It behaves like an empty cache, and records calls by layer."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
         self.attended: dict[int, list[int | None]] = {}
-        """The windows passed to attention, one for each call, by layer."""
+        """The windows passed to attention, by layer. Each call has one window, or None."""
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
@@ -175,7 +176,9 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     for index, (key, value) in cache.written.items():
         if index in tokens:
             windows = cache.attended.get(index, [])
-            if cache.masked:  # its layers pass no window, because their masks would contain it
+            if (
+                cache.masked
+            ):  # the layers of such a model pass no window, because their masks would contain it
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
     for index, found in cache.states.items():

@@ -4,11 +4,11 @@
 |-------------------|--------------------------------------------------------------------------------|
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
-| attention         | the attention function of every layer; `install` prepares a model              |
+| attention         | the attention function of every layer; `install` prepares a model for it       |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
-| hidden_states     | hidden states of the target in the pages of a head                             |
+| hidden_states     | hidden states of the target in the pages of a draft head                       |
 | token_mover       | moves accepted tokens of draft trees to their slots                            |
 | empty_cache       | the cache interface of an empty cache                                          |
 | family_exceptions | changes for single families                                                    |

@@ -3,10 +3,10 @@
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
     here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-`attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages by
-a number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
-tokens ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles layers
-that attend to images. Architectures that never call the attention registry are refused by name.
+`attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages
+by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on the packed tokens
+of a step ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
+layers that attend to images. Architectures that never call the attention registry are refused by name.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _operation(
 ) -> torch.Tensor:
     """`Pages.attend` as one operation in the graph of a compiler.
 
-    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order. Each
-    operation reads only pages that it wrote itself or that earlier steps wrote. Its queries depend on the results of
-    earlier operations.
+    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order, for
+    two reasons. Each operation reads only pages that it wrote itself or that earlier steps wrote. Its queries
+    depend on the results of earlier operations.
     """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
@@ -115,9 +115,9 @@ def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
 
 
 def install(model: Any, context: int | None = None) -> None:
-    """Prepare a Hugging Face model. Its layers then call `attend`, and its mixers accept packed rows. `context` is
-    the length of the longest sequence, by default the model's limit. Raises ModelError for a layer that cannot run
-    on pages.
+    """Prepare a Hugging Face model. Its layers then call `attend`, and its mixers accept packed tokens. `context`
+    is the length of the longest sequence, by default the model's limit. Raises ModelError for a layer that cannot
+    run on pages.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

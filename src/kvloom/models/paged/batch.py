@@ -1,5 +1,5 @@
-"""The batch of one step, as the model gets it: the next tokens of several sequences in one packed row, and their
-pages.
+"""The batch of one step, as the model gets it: the next tokens of several sequences, packed in one tensor, and
+their pages.
 
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
@@ -65,15 +65,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ColdRows:
-    """The block tables of a step in which some rows have cold blocks (blocks in host memory). Layers with full
+    """The block tables of a step in which some sequences have cold blocks (blocks in host memory). Layers with full
     attention read the cold blocks from host memory, and all other blocks from the pool.
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
-    | tables[group] | page ids in the pool [runs, rows, blocks]; each row begins with its first block that is not  |
-    |               | cold                                                                                         |
-    | sizes         | lengths of the rows without cold tokens, on the host                                         |
-    | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
+    | tables[group] | page ids in the pool [runs, sequences, blocks]; the first block is the sequence's first      |
+    |               | block that is not cold                                                                       |
+    | sizes         | lengths of the sequences without cold tokens, on the host                                    |
+    | host_pages    | by sequence with cold blocks: page ids in host memory [columns, blocks], on the host         |
     """
 
     tables: dict[int, torch.Tensor]
@@ -83,31 +83,32 @@ class ColdRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one step. The new tokens of all sequences are packed into one row, one sequence after another.
+    """The inputs of one step. The new tokens of all sequences are packed in one tensor, one sequence after another.
+    `rows` in the shapes is the number of sequences.
 
-    | field                | meaning                                                                                     |
-    |----------------------|---------------------------------------------------------------------------------------------|
-    | tables[group]        | page ids [runs, rows, blocks]                                                               |
-    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`           |
-    | pages[group], places | page ids and places inside the page, from which the slots are computed                      |
-    | last                 | index of each row's last token                                                              |
-    | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks rows that begin without a state        |
-    | replayed             | whether one CUDA graph computes the step                                                    |
-    | bounds, sizes        | starts and lengths on the host; invalid if `replayed`: only the device has them             |
-    | shares               | whether some rows share pages (`Pages.set_shared_runs`)                                     |
-    | embeds               | embeddings that replace `tokens`, if the step has images                                    |
-    | spans                | image id of each token; tokens of one image see each other in both directions               |
-    | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                |
-    | seen                 | images that cross-attention layers read                                                     |
-    | cold                 | rows with cold blocks, which full-attention layers read from host memory                    |
-    | drafts               | number of draft tokens at the end of each row; empty if no row has any                      |
-    | longest              | if `replayed`: largest number of tokens of a row                                            |
-    | stored               | if `longest` > 1: number of tokens of each row after which recurrent layers store the state |
-    | trees                | draft trees of a step: which tokens of its row each token sees (`kernels.attention.Mask`)   |
-    | previous             | if `trees`: index in its sequence of the token before each token, -1 for the first token    |
+    | field                | meaning                                                                                          |
+    |----------------------|--------------------------------------------------------------------------------------------------|
+    | tables[group]        | page ids [runs, rows, blocks]                                                                    |
+    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`                |
+    | pages[group], places | page id of each token, and its place (offset) inside the page; slots are computed from both      |
+    | last                 | index of each sequence's last token                                                              |
+    | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks sequences that begin without a state        |
+    | replayed             | whether one CUDA graph computes the step                                                         |
+    | bounds, sizes        | starts and lengths on the host; invalid if `replayed`: only the device has them                  |
+    | shares               | whether some sequences share pages (`Pages.set_shared_runs`)                                     |
+    | embeds               | embeddings that replace `tokens`, if the step has images                                         |
+    | spans                | image id of each token; tokens of one image see each other in both directions                    |
+    | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                     |
+    | seen                 | images that cross-attention layers read                                                          |
+    | cold                 | sequences with cold blocks, which full-attention layers read from host memory                    |
+    | drafts               | number of draft tokens at the end of each sequence; empty if there are no drafts                 |
+    | longest              | if `replayed`: largest number of tokens of a sequence in this step                               |
+    | stored               | if `longest` > 1: number of tokens of each sequence after which recurrent layers store the state |
+    | trees                | draft trees of a step: which tokens of its row each token sees (`kernels.attention.Mask`)        |
+    | previous             | if `trees`: index in its sequence of the token before each token, -1 for the first token         |
 
     A token of a tree has the position of its depth, but its own slot. Two branches have the same positions.
-    Padding tokens and rows may follow the last bound.
+    Padding tokens and padding sequences may follow the last bound.
     """
 
     tokens: torch.Tensor
@@ -140,8 +141,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """Two arrays: the row of each token, and the number of tokens that each token sees. None unless each row
-        consists of one new token and its drafts."""
+        """Two arrays: the index of each token's sequence, and the number of tokens that each token sees. None
+        unless each sequence has one new token, with or without drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -155,8 +156,8 @@ class Batch:
 DRAFT_STEP_TOKENS = 256
 """Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
-"""Source of a token that is already computed. Its K and V must not be written again, so they go to page 0, which no
-sequence uses."""
+"""Source of a token that is already computed. Its K and V must not be written again, so they are written to page 0,
+which no sequence uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +213,12 @@ class _StepNumbers:
 
 class BatchBuilder:
     """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
-    rows.
+    sequences.
 
-    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
-    states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
-    used. `shifted` states that images shift rotary positions. If replayed steps with drafts may have trees,
-    `tree_columns` is the largest number of tokens of a row, a multiple of 4.
+    A step must be launched before the next step is built. Building waits if the device is two steps behind.
+    `mirrored` states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
+    cache are used. `shifted` states that images shift rotary positions. If replayed steps with drafts may have trees,
+    `tree_columns` is the largest number of tokens of a sequence in a step, a multiple of 4.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class BatchBuilder:
         width, sequences, blocks = cache.page_tables.shape
         self._states = len(cache.state_pages)
         if self._mirrored:
-            # One extra row of zeros: padding writes to page 0, which no sequence uses.
+            # One extra line of zeros: padding writes to page 0, which no sequence uses.
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
@@ -252,7 +253,7 @@ class BatchBuilder:
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._padding: dict[int, Ids] = {}  # numbers of padding rows, by the size of a step with drafts
+        self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
 
     @property
     def supports_trees(self) -> bool:
@@ -261,7 +262,7 @@ class BatchBuilder:
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
-        needed only if the field `source` of a work refers to one of these tokens."""
+        needed only if the `source` of a work is one of these tokens."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -302,8 +303,9 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding rows
-        fill the batch up to `rows`. The last padding row gets all remaining tokens."""
+        """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding
+        sequences fill the batch up to `rows` sequences. The last padding sequence holds all padding tokens, so that
+        the step has `tokens` tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -314,8 +316,8 @@ class BatchBuilder:
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
-        """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`. The
-        upload includes the changed entries of block tables. Each remaining token is a padding row."""
+        """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`.
+        The upload includes the changed entries of block tables. Each remaining token is a padding sequence."""
         block = self._padding.get(size)
         if block is None:
             block = self._padding[size] = self._drafted_padding(size)
@@ -360,7 +362,7 @@ class BatchBuilder:
         )
 
     def _drafted_padding(self, size: int) -> Ids:
-        """Return the numbers of `drafted(size)` for padding rows only."""
+        """Return the numbers of `drafted(size)` for padding only."""
         width, states = len(self._tables), self._states
         fields = self._token_fields + 3 + width + (states + 1 if states else 0) + self._shifted
         block = np.zeros(fields * size + size + 1 + size * self._tree_columns // 4, np.int32)
@@ -374,8 +376,8 @@ class BatchBuilder:
         return block
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Upload a step of single tokens, for a replay of the graph that was captured with `replayed(rows)`. The
-        upload includes padding rows and the changed entries of block tables."""
+        """Upload a step with one token per sequence, for a replay of the graph that was captured with
+        `replayed(rows)`. The upload includes padding and the changed entries of block tables."""
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -394,8 +396,8 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch with which a graph for `rows` single tokens is captured. Every replay computes the batch
-        from the numbers of the last `send_singles`."""
+        """Return the batch with which a graph for `rows` sequences of one token is captured. Every replay computes
+        the batch from the numbers of the last `send_singles`."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -425,9 +427,9 @@ class BatchBuilder:
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch with which a graph for `tokens` tokens in rows with drafts is captured. A row has at most
-        `longest` tokens. The batch has as many rows as tokens. Every replay computes the batch from the numbers of the
-        last `send_drafted`."""
+        """Return the batch with which a graph for `tokens` tokens with drafts is captured. A sequence has at most
+        `longest` tokens. The batch has as many sequences as tokens. Every replay computes the batch from the
+        numbers of the last `send_drafted`."""
         width, sequences, blocks = self._tables.shape
         states, sent = self._states, self._sent
         fields = 3 + width + (states + 1 if states else 0) + self._shifted
@@ -437,7 +439,7 @@ class BatchBuilder:
         of_rows = of_rows.view(fields, tokens)
         of, lengths, patched = of_rows[:3]
         at = 3 + width
-        if width:  # a row without a new block writes page 0 to the table of padding rows
+        if width:  # a sequence without a new block writes page 0 to the padding line of the table
             is_new = patched >= 0
             place = torch.where(is_new, of * blocks + patched, (sequences - 1) * blocks)
             self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
@@ -516,8 +518,9 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and the page ids of this block. If more than one block of a
-        row has changed, this method uploads the block table of the row, and returns -1 for the row."""
+        """Return the new block of each sequence (-1 for none) and the page ids of this block. `rows` are the line
+        numbers of the sequences in the block tables. If more than one block of a sequence has changed, this method
+        uploads the block table of the sequence, and returns -1 for it."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -528,7 +531,8 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some rows. `first` is the first block to upload, for each row."""
+        """Upload the block tables of some sequences. `rows` are their line numbers in the block tables, and `first`
+        is the first block to upload of each."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -603,8 +607,8 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """Return the batch that `numbers` describe. `numbers` has the order of `_StepNumbers.parts`. The device
-        gathers block tables and slots."""
+        """Return the batch that `numbers` describe. `numbers` has the order of `_StepNumbers.parts`. Block tables
+        and slots are gathered on the device."""
         rows = len(sizes)
         ids, positions, source, row_of, of, lengths, starts, states, shifts = numbers
         ids, positions = ids.long(), positions.long()

@@ -21,8 +21,8 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Attend queries [tokens, heads, dim] to images. The queries are ordered by group, and each group (`parts`) sees
-    its own images. `column` selects the layer's page ids. Returns [tokens, heads, dim]."""
+    """Return attention of queries [tokens, heads, dim] over images, [tokens, heads, dim]. The queries are ordered
+    by group, and each group (`parts`) sees its own images. `column` selects the layer's page ids."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
@@ -38,8 +38,8 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one field of the real tokens in the pages `ids`: [heads, tokens, dim]. Pages are copied as bytes, because
-    torch cannot index fp8 on all devices."""
+    """Return one field of the pages `ids`: [heads, tokens, dim]. `real` selects the tokens that are not padding.
+    Pages are copied as bytes, because torch cannot index fp8 on all devices."""
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
@@ -50,8 +50,8 @@ def _read_field(
 
 
 def wrap_cross_attention(layer: Any) -> bool:
-    """Make a cross-attention decoder layer accept packed rows. Return whether `layer` is such a layer. The call can be
-    repeated.
+    """Make a cross-attention decoder layer accept packed tokens. Return whether `layer` is such a layer. Repeated
+    calls are allowed.
 
     Tokens that see an image pass through the layer and read the image from pages. Other tokens skip the layer.
     """

@@ -1,4 +1,5 @@
-"""The cache interface of modeling code for an empty cache. To the model, a packed row looks like a new prompt."""
+"""The cache interface of modeling code for an empty cache. To the model, the packed tokens of a step look like a
+new prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ __all__ = ["EmptyCache"]
 
 
 class EmptyCache:
-    """The common methods of objects that replace a cache. Subclasses handle writes."""
+    """The common methods of objects that replace a Hugging Face cache. Subclasses handle writes."""
 
     is_compileable = False
     layers = ()

@@ -1,14 +1,14 @@
 """All changes for single model families.
 
-| family                     | difference                                          | solution                                  |
-|----------------------------|-----------------------------------------------------|-------------------------------------------|
-| DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in latent space (`absorb_latent`) |
-| Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once (`fix_rope_frequencies`)      |
-| GPT-2, BERT, …             | check every step's tokens for padding, and warn     | the check is disabled (`prepare`)         |
-| Granite hybrids, windows   | look up masks of kinds for which they make none     | an empty mask by kind (`add_mask_names`)  |
-| MiniMax                    | no function that a kernel could replace             | its own forward (`scans.lightning_forward`) |
-| Llama 3.2 Vision           | attends to images in separate layers                | reads image pages (`cross_attention`)     |
-| RecurrentGemma, indexers   | the probe would state a misleading reason           | refused by name or field (`refusal_reason`) |
+| family                   | difference                                                  | solution                                    |
+|--------------------------|-------------------------------------------------------------|---------------------------------------------|
+| DeepSeek (MLA)           | caches latents, expects expanded keys and values            | attention in latent space (`absorb_latent`) |
+| Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest sequence of a step | chosen once (`fix_rope_frequencies`)        |
+| GPT-2, BERT, …           | check every step's tokens for padding, and warn             | the check is disabled (`prepare`)           |
+| Granite hybrids, windows | look up masks of kinds for which they make none             | an empty mask by kind (`add_mask_names`)    |
+| MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
+| Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
+| RecurrentGemma, indexers | the probe would state a misleading reason                   | refused by name or field (`refusal_reason`) |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def calls_registry(model: Any) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """Prepare a model to run on pages or on the meta device. The call can be repeated. Raises ModelError (see
+    """Prepare a model to run on pages or on the meta device. Repeated calls are allowed. Raises ModelError (see
     `fix_rope_frequencies`).
     """
     for module in model.modules():
@@ -71,8 +71,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def add_mask_names(model: Any) -> None:
-    """Give a Granite hybrid an empty mask for every layer kind. Its own forward makes no mask for sliding layers and
-    would fail. The call can be repeated."""
+    """Give a Granite hybrid an empty mask for every layer kind. Its own forward makes no mask for sliding layers
+    and would fail. Repeated calls are allowed."""
     kinds = getattr(model.config, "layer_types", None) or ()
     if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
         return
@@ -91,8 +91,8 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
     depend on other requests.
 
     Chooses the long frequencies if `context` exceeds the original training length. The default `context` is the
-    model's limit. With the long frequencies, short requests differ from `generate()`. The call can be repeated with
-    another `context`. Raises ModelError for dynamic scaling.
+    model's limit. With the long frequencies, short requests differ from `generate()`. Later calls may pass another
+    `context`. Raises ModelError for dynamic scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -126,7 +126,7 @@ def keeps_latents(module: Any) -> bool:
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors with which MLA attends in latent space: the queries multiplied by the up-projection of keys,
+    """Return two tensors for MLA attention in latent space: the queries multiplied by the up-projection of keys,
     and the up-projection of values [heads, dim, rank]."""
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)

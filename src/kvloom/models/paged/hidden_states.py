@@ -1,10 +1,10 @@
-"""Hidden states of a target, in the pages of the head that drafts from them.
+"""Hidden states of a target model, in the pages of the draft head that reads them.
 
     page of the head's layer   | K, V of 16 tokens | hidden states of 16 tokens |
 
 A head computes a token from its embedding and the target's hidden state of the token before it. If that token was a
-hit, the target does not compute it, and its hidden state would be missing. Hidden states are therefore a field of the
-head's pages. They are cached, copied, offloaded and loaded with the head's K and V.
+hit, the target does not compute it, and its hidden state would be missing. Hidden states are therefore a field of
+the head's pages. They are cached, copied, offloaded and loaded with the head's K and V.
 """
 
 from __future__ import annotations
@@ -41,13 +41,33 @@ class HiddenStates:
             pages, places = pages[at], places[at]
         self._states[pages, places] = states.to(self._states.dtype)
 
+    def write_last(
+        self, batch: Batch, states: torch.Tensor, if_set: torch.Tensor, nodes: torch.Tensor | None = None
+    ) -> None:
+        """Write the hidden state of the last token of each row, if the boolean `if_set` (on the device) is set.
+        `states` are those of all tokens. Also write the states of the tokens that `nodes` marks. A CUDA graph can contain
+        this write.
+        """
+        packed, rows = _rows_of(batch)
+        is_last = batch.starts[1:][rows] == packed + 1
+        is_last = if_set & (is_last if nodes is None else is_last | nodes)
+        pages, places = batch.pages[self._group][self._run], batch.places
+        before = self._states[pages, places]
+        self._states[pages, places] = torch.where(is_last[:, None], states.to(before.dtype), before)
+
     def before(self, batch: Batch) -> torch.Tensor:
         """Return, for each token of a step, the hidden state of the token before it: [tokens, size]. The first token
         of a sequence gets zeros."""
-        count, block = len(batch.tokens), self._states.shape[1]
-        packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
-        rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)
+        block, rows = self._states.shape[1], _rows_of(batch)[1]
         previous = batch.positions - 1 if batch.previous is None else batch.previous
         at = previous.clamp(min=0)
         pages = batch.tables[self._group][self._run][rows, at // block].long()
         return torch.where((previous >= 0)[:, None], self._states[pages, at % block], 0)
+
+
+def _rows_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the index of each token of a step, and the row to which it belongs."""
+    count = len(batch.tokens)
+    packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
+    rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)
+    return packed, rows

@@ -20,9 +20,9 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image, and the digest of its content. `read` states whether its embeddings may be loaded
-    from tiers, and `store` whether they may be stored there. `tenant` owns the embeddings. `embeddings` ([tokens,
-    hidden]) are set if an encode worker computed them."""
+    """The model inputs of one image, and the digest of its content. `read` states whether the embeddings may be
+    loaded from tiers, and `store` whether they may be stored in tiers. `tenant` is the owner of the embeddings.
+    `embeddings` ([tokens, hidden]) are set if an encode worker computed them."""
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
@@ -63,7 +63,7 @@ class ImageInputs:
 
     @property
     def min_step_tokens(self) -> int:
-        """The smallest token budget of a step with which this prompt can be computed."""
+        """The smallest token budget of a step that is sufficient for this prompt."""
         return max(item.stop - item.start for item in self.media) if self.whole else 1
 
     def affects_step(self, start: int) -> bool:
@@ -72,7 +72,7 @@ class ImageInputs:
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
-        """Return a key of the images that begin before `end`. Prompts whose tokens are equal are the same only if
+        """Return a key of the images that begin before `end`. Two prompts with equal tokens are the same only if
         these keys are equal, too."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
@@ -89,8 +89,8 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """The tokens of a packed row that see images. `places` are their indices in the row, in order. `parts` divides
-    them into groups that see the same images."""
+    """The packed tokens of a step that see images. `places` are the indices of these tokens, in order. `parts`
+    divides them into groups that see the same images."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

@@ -1,8 +1,8 @@
-"""Recurrent mixers on pages. Each mixer runs once on the packed row of a step, with its states in pages.
+"""Recurrent mixers on pages. Each mixer runs once on the packed tokens of a step, with its states in pages.
 
-A mixer is the recurrent part of a layer, such as Mamba. While a mixer runs, kernels (`scans`) replace functions of its
-modeling file. The kernels split the row into sequences, and read and write states in pages. A mixer without such
-functions (MiniMax) gets a new forward. This file handles the cache interface, not the arithmetic.
+A mixer is the recurrent part of a layer, such as Mamba. While a mixer runs, kernels (`scans`) replace functions of
+its modeling file. The kernels split the tokens into sequences, and read and write states in pages. A mixer without
+such functions (MiniMax) gets a new forward. This file handles the cache interface, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """Divides a step into rows for recurrent layers (mixers). The rows are computed when the first layer needs them.
-    All layers with the same block table share them."""
+    """Divides a step into sequences for recurrent layers (mixers). The division is computed when the first layer
+    needs it. All layers with the same block table share it."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, the bits of a state do not depend on how a sequence is split into steps
@@ -52,7 +52,7 @@ class MixerSteps:
         self._split: dict[tuple[int, int], DraftRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """Return the rows of the step, with the state pages of the layers that share the block table of `view`."""
+        """Return the sequences of the step, with their state pages in the block table of `view`."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
@@ -66,8 +66,8 @@ class MixerSteps:
         return self._known[of]
 
     def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the rows of the step in two parts: the tokens that are not drafts, and the drafts. Return None if no
-        row has a draft. Draft rows start from the states that the first part has written, and store none."""
+        """Return the step in two parts: tokens that are not drafts, and drafts. Return None if there are no drafts.
+        The second part starts from the states that the first part has written, and stores none."""
         batch, of = self.batch, (view.group, view.run)
         if not batch.drafts:
             return None
@@ -87,7 +87,7 @@ class MixerSteps:
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
         """The tokens of the step in two parts: tokens that are not drafts, and drafts. Each part has the packed
-        indexes of its tokens, and the index of each row's first token in the part."""
+        indexes of its tokens, and the index of each sequence's first token in the part."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
@@ -123,8 +123,8 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def wrap_mixer(module: Any) -> None:
-    """Make a mixer accept packed rows. The mixer gets its states from the `Pages` in its cache argument. The call
-    can be repeated. Raises ModelError for an unknown kind of mixer.
+    """Make a mixer accept packed tokens. The mixer gets its states from the `Pages` in its cache argument. Repeated
+    calls are allowed. Raises ModelError for an unknown kind of mixer.
     """
     if getattr(module, "takes_packed_rows", False):
         return

@@ -54,7 +54,7 @@ PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
 
 class GraphSplitter(Protocol):
-    """Splits a captured run of the model at its attention calls. CUDA graphs then contain only the parts between these
+    """Splits the capture of a model at its attention calls. CUDA graphs then contain only the parts between these
     calls."""
 
     def split_at(
@@ -119,7 +119,7 @@ class Pages(EmptyCache):
                 self._views[int(found[1])] = view, spec.visibility
         self._batch: Batch | None = None
         self.steps: MixerSteps
-        """The rows of the current step, for mixers."""
+        """The sequences of the current step, for mixers."""
         self._plans: dict[tuple[Shape, Visibility, int, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Visibility]] = set()
@@ -142,8 +142,8 @@ class Pages(EmptyCache):
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
-        """Set the step that the next run of the model computes. With a `splitter`, this run does not attend. The
-        splitter gets the attention call of each layer instead."""
+        """Set the step that the next execution of the model computes. With a `splitter`, this execution does not
+        compute attention. The splitter gets the attention call of each layer instead."""
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
@@ -161,7 +161,7 @@ class Pages(EmptyCache):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether one CUDA graph computes the current step: single tokens, or rows with drafts."""
+        """Whether one CUDA graph computes the current step, which has single tokens or drafts."""
         return self._batch is not None and self._batch.replayed
 
     @property
@@ -256,8 +256,8 @@ class Pages(EmptyCache):
         latent_values: int = 0,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Write the new keys and values of a layer ([1, heads, tokens, dim]), then attend packed queries [tokens,
-        heads, dim] to its pages. Returns the outputs [tokens, heads, dim of v].
+        """Write the new keys and values of a layer ([1, heads, tokens, dim]) to its pages. Then return attention of
+        packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v].
 
         `latent_values` is the number of dims of a latent that are values. `rotary` (cos and sin, [1, tokens, dim],
         every angle twice) is used only in replayed steps. Queries are then rotated in place, and keys are rotated
@@ -314,8 +314,8 @@ class Pages(EmptyCache):
         return found.to(own)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
-        """Return the pages of a layer and the rows of the step, for `cpu.attention_step`. Return None if that function
-        does not support the step or the layer."""
+        """Return the pages of a layer and the tokens of the step, for `cpu.attention_step`. Return None if that
+        function does not support the step or the layer."""
         if self._single_token_rows is None:
             batch = self.batch
             plain = (
@@ -351,9 +351,9 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the shared runs for replays of a decode step with `rows` rows, so that each run is read once. Return
-        whether there are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid
-        until the next call."""
+        """Set the page ranges that sequences share (shared runs), for replays of a decode step with `rows`
+        sequences. Each range is then read once. Return whether there are any. `windows` are the shared ranges of
+        windowed layers, or None. The ranges stay valid until the next call."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)

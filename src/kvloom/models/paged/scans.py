@@ -1,20 +1,20 @@
-"""Replaces functions of transformers that run over the tokens of a row. The kernels process all rows of a step at
-once, with states in pages.
+"""Replaces functions of transformers that run over the tokens of one prompt. The kernels process all sequences of a
+step at once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names call
-the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets one packed row ([1,
-tokens, …] or [1, channels, tokens]), as if it were a new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names
+call the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets the packed
+tokens of a step ([1, tokens, …] or [1, channels, tokens]), as if they were one new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
-| causal_conv1d_fn                                         | causal_conv   | all of them                          |
+| causal_conv1d_fn                                         | causal_conv   | all recurrent families               |
 | mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 
-A step with drafts calls a kernel twice (`_scan`). The first call computes the tokens that are not drafts, and stores
-their last states. The second call computes the drafts from these states, and stores no state.
+A step with drafts calls a kernel twice (`_scan`). The first call computes the tokens that are not drafts, and
+stores their last states. The second call computes the drafts from these states, and stores no state.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SILU = {None: False, "silu": True, "swish": True}
 
 
 class DraftRows(NamedTuple):
-    """The rows of a step in two parts: tokens that are not drafts, and drafts. `tokens` and `draft_tokens` are the
-    packed indexes of the tokens of each part. Draft rows store no state."""
+    """The sequences of a step in two parts: tokens that are not drafts, and drafts. `tokens` and `draft_tokens` are
+    the packed indexes of the tokens of each part. No state is stored after drafts."""
 
     tokens: torch.Tensor
     rows: StateRows
@@ -70,15 +70,15 @@ class PackedStates(EmptyCache):
 
 
 def takes_packed_rows(module: Any) -> bool:
-    """Return whether there is a kernel for every function that a mixer applies along its tokens."""
+    """Return whether a kernel exists for every function of a mixer that runs over tokens."""
     names = vars(sys.modules[type(module).__module__])
     recurs = hasattr(module, "A_log")  # the rate of a decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
 def replace_functions(module: Any) -> None:
-    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. The call can
-    be repeated."""
+    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. Repeated
+    calls are allowed."""
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
@@ -111,7 +111,7 @@ def _scan(
     return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
 
 
-# The functions as modeling code calls them, with its argument names. The last state is returned empty: the page has it.
+# The functions below have the argument names of modeling code. They return no last state, because the kernel has written it to the page.
 
 
 def _conv(

@@ -1,12 +1,12 @@
 """Reads Hugging Face configs and returns layer specs, which describe the data that each layer stores. Needs no
 torch, weights or network.
 
-| file           | content                                                                  |
-|----------------|--------------------------------------------------------------------------|
-| layer_specs    | `model_spec`: a config to the specs of its layers                        |
-| families_table | one row for each model family                                            |
-| config_reading | the functions that rows name: layer patterns, fields of tokens and states |
-| catalog        | models known by name, configs on disk, embedded models                   |
+| file           | content                                                                        |
+|----------------|--------------------------------------------------------------------------------|
+| layer_specs    | `model_spec`: a config to the specs of its layers                              |
+| families_table | one row for each model family                                                  |
+| config_reading | the functions that the table uses: layer patterns, fields of tokens and states |
+| catalog        | models known by name, configs on disk, embedded models                         |
 """
 
 from .catalog import embedded, embedded_models, folder_of, known_models, load_config, load_spec

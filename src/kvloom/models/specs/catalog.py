@@ -72,7 +72,7 @@ def _embedded() -> Path:
 
 
 def folder_of(model: str) -> str:
-    """Return the folder of an embedded model. If `model` is not the name of an embedded model, return it unchanged."""
+    """Return the folder of the embedded model with this name. If there is no such model, return `model` unchanged."""
     if not model.startswith(PREFIX) or Path(model).exists():
         return model
     return embedded(model.removeprefix(PREFIX))

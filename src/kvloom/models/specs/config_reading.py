@@ -84,7 +84,7 @@ class Config:
         return None if self.get(key) is None else self.size(key)
 
     def count(self, key: str) -> int:
-        """Return a non-negative integer, or 0 if the field is unset."""
+        """Return the field as a non-negative integer, or 0 if it is unset."""
         return self._integer(key, self.get(key, 0), least=0)
 
     def numbers(self, key: str) -> list[int]:
@@ -226,8 +226,9 @@ def _state(
 ) -> tuple[Field, ...]:
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    The channels of the convolution consist of several parts: first the inputs, then the parts that heads share.
-    Sharding along axis 0 must split each part. The recurrent state has the dtype in the config, by default float32.
+    The channels of the convolution consist of several parts: first the inputs, then the parts that heads share. If
+    the field is sharded along axis 0, each part must be split. The recurrent state has the dtype in the config, by
+    default float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
@@ -237,8 +238,8 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Mamba-1. In a pure Mamba config, `intermediate_size` is the inner width of the mixer. In a
-    hybrid config, the same field is the width of an MLP."""
+    """Return the fields of Mamba-1. In a pure Mamba config, `intermediate_size` is the inner width of the mixer. In
+    a hybrid config, it is the width of an MLP."""
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")

@@ -1,5 +1,5 @@
-"""The rules for reading the config of each model family. Each family is one row of FAMILIES. Types that are not listed
-are read as plain attention, if possible.
+"""The rules for reading the config of each model family. Each family is one row of FAMILIES. Model types that are
+not listed are read as plain attention, if possible.
 
 A row has the layer pattern, the fields of tokens and states, and values that published configs may omit. Attention
 sinks (gpt-oss) are weights, so they need no field.

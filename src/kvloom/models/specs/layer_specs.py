@@ -68,8 +68,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from this
-        text. It does not depend on weights, so two checkpoints of one architecture have the same text."""
+        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from
+        this text. It does not depend on weights, so two checkpoints of one architecture have the same text."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
             fields["span"] = fields.pop("visibility")  # the key that existing fingerprints use

@@ -1,7 +1,7 @@
 """Images in prompts. Each image is encoded once, stored in pages, and inserted into the batch of a step.
 
 `encoder` merges embeddings into the text. `cross_vision` supports models with separate layers that attend to
-images. `embeddings` stores embeddings in pages of the pool. The vision towers are Hugging Face's.
+images. `embeddings` stores embeddings in pages of the pool. The vision towers are modules of Hugging Face.
 """
 
 from .cross_vision import CrossVision, vision_of

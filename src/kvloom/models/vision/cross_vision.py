@@ -3,9 +3,9 @@
     prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
     media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
 
-A token sees the last image before it. If that image directly follows other images, the token sees all of them. A token
-that sees no image skips the cross-attention layers. The vision tower and the projections are Hugging Face's. The cache
-owns the pages.
+A token sees the last image before it. If that image directly follows other images, the token sees all of them. A
+token that sees no image skips the cross-attention layers. The vision tower and the projections are modules of
+Hugging Face. The cache owns the pages.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ class CrossVision(Vision):
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
-        shown = torch.nonzero(ratios).tolist()  # 0 is padding in batches where other images have more tiles
+        shown = torch.nonzero(
+            ratios
+        ).tolist()  # 0 is padding, for batches in which other images have more tiles
         return [
             dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
         ]

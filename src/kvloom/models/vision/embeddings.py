@@ -47,19 +47,19 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return the number of tokens on the media axis of the cache for `count` embeddings, rounded up to whole
-        pages."""
+        """Return the number of media tokens that the cache must allocate for `count` embeddings. This is a whole
+        number of pages."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:
-        """Write an image's embeddings ([tokens, hidden]) to its pages ([pages, 1])."""
+        """Write an image's embeddings ([tokens, hidden]) to its pages. `rows` has one page id per line, [pages, 1]."""
         ids = upload(rows[:, 0].astype(np.int64), self._pages.device)
         whole = made.new_zeros((len(rows) * self.each, self._hidden))
         whole[: len(made)] = made
         self._pages.index_copy_(0, ids, whole.view(len(rows), -1))
 
     def read(self, rows: Ids, begin: int, end: int) -> torch.Tensor:
-        """Return a copy of the embeddings [begin, end) of the image in these pages."""
+        """Return a copy of the embeddings [begin, end) of the image in the pages `rows` [pages, 1]."""
         first = begin // self.each
         some = rows[first : -(-end // self.each), 0].astype(np.int64)
         found = self._pages.index_select(0, upload(some, self._pages.device)).view(-1, self._hidden)

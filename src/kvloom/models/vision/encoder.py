@@ -101,7 +101,7 @@ class Vision:
 
     @staticmethod
     def refusal(model: Any) -> str | None:
-        """Return the reason why a model supports no images, or None if it does."""
+        """Return the reason why a model supports no images, or None if it supports images."""
         kind = model.config.model_type
         if kind in VISION_FAMILIES and (
             hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
@@ -170,7 +170,8 @@ class Vision:
         return replace(self._image(given, tenant), read=read, store=store)
 
     def _read_images(self, images: Many[Any], tenant: str, read: bool, store: bool) -> tuple[Image, ...]:
-        """Return the images of a prompt. Embeddings of another length than this model's are dropped."""
+        """Return the images of a prompt. Given embeddings with another length than this model's embeddings are
+        dropped."""
         known = []
         for image in (self.read_image(given, tenant, read, store) for given in images):
             made = image.embeddings
@@ -217,8 +218,8 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def find_embeddings(self, image: Image) -> torch.Tensor:
-        """Return the embeddings of an image ([tokens, hidden]): those of an encode worker, else those of a tier. If
-        there are none, runs the vision tower and stores the result."""
+        """Return the embeddings of an image ([tokens, hidden]), from an encode worker or from a tier. If neither
+        has them, runs the vision tower and stores the result."""
         if image.embeddings is not None:
             return image.embeddings.to(self._device)
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
@@ -348,8 +349,8 @@ class Vision:
         )
 
     def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
-        """Return the digest of an image in its prompt. If its token range also contains separator tokens, they are
-        part of the digest."""
+        """Return the digest of an image in its prompt. If the token range of the image also contains separator
+        tokens, they are part of the digest."""
         if (ids == self.token).all():
             return image.digest
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()

@@ -5,7 +5,7 @@
     generation.py         endpoints that generate: completions and chats
     openai_responses.py   /v1/responses, as a chat
     anthropic_messages.py /v1/messages, as a chat
-    embeddings.py         /v1/embeddings, as completions without output
+    embeddings.py         /v1/embeddings, as completions whose output is dropped
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role

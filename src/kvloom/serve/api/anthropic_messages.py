@@ -188,8 +188,8 @@ class MessagesBuilder(ChatResponse):
     def _usage(self, output: int) -> dict[str, int]:
         """Return the token counts of a message in Anthropic's format.
 
-        Prompt tokens are divided into those read from the cache, those computed before the last breakpoint
-        ("creation"), and the rest.
+        Prompt tokens are divided into tokens read from the cache, tokens computed before the last breakpoint
+        ("creation"), and all other tokens.
         """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
@@ -211,7 +211,9 @@ def _whole_block(block: Block) -> dict[str, Any]:
         read = msgspec.json.decode(block.text or "{}")
     except (msgspec.DecodeError, RecursionError):
         read = None
-    given = read if isinstance(read, dict) else {"arguments": block.text}  # the model wrote no object
+    given = (
+        read if isinstance(read, dict) else {"arguments": block.text}
+    )  # the model wrote arguments that are not an object
     return {"type": "tool_use", "id": block.first.id, "name": block.first.name, "input": given}
 
 
@@ -344,7 +346,9 @@ class _Reader:
             self._message(message, f"messages[{place}]")
         self._mark(given, "cache_control")
         seconds = 0.0
-        for place in range(len(self.breakpoints) - 1, -1, -1):  # a prefix lives as long as what follows it
+        for place in range(
+            len(self.breakpoints) - 1, -1, -1
+        ):  # a prefix is retained at least as long as the tokens after it
             point = self.breakpoints[place]
             seconds = max(seconds, point.ttl)
             self.breakpoints[place] = msgspec.structs.replace(point, ttl=seconds)

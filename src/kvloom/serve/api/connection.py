@@ -46,7 +46,7 @@ _TOO_MANY = ApiError(
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. The scope of a request contains the function `kvloom.abort`, which closes the connection
+    """One HTTP connection. The scope of a request contains the function `kvloom.abort`, which closes the connection
     without sending queued data.
     """
 
@@ -97,8 +97,8 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the head of a request. This is False between two requests, where uvicorn's own
-        timeout applies.
+        """Whether the server waits for the request line and headers of a request. This is False between two
+        requests, where uvicorn's own timeout applies.
         """
         cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None

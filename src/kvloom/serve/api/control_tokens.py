@@ -188,7 +188,7 @@ class _Texts:
         return sum(map(self.count, value)) if isinstance(value, list) else 0
 
     def marked(self, value: Any, mark: str) -> Any:
-        """Return a copy of a value with the mark inserted into every control token."""
+        """Return a copy of `value` in which the mark is inserted into every control token."""
         if isinstance(value, str):
             cuts = [0, *self._places(value), len(value)]
             return mark.join(value[start:end] for start, end in pairwise(cuts))
@@ -231,7 +231,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token with the text `alias` that treats spaces around it as `token` does."""
+    """Return an added token with the text `alias` that treats spaces around it in the same way as `token`."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

@@ -1,4 +1,4 @@
-"""A thread that works for tenants in turn, so that no tenant waits for all the work of another."""
+"""A thread that works for one tenant after another, so that no tenant waits for all the work of another tenant."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 class FairThread:
-    """Runs one function at a time, for tenants in turn. While a tenant waits, at most one function of each other
-    tenant runs before its function."""
+    """Runs one function at a time, for one tenant after another. While a tenant waits, at most one function of each
+    other tenant runs before its function."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -41,14 +41,14 @@ class FairThread:
             self._next()
 
     def _next(self) -> None:
-        """Let the waiting tenant that was served least recently run next."""
+        """Start the next function, for the waiting tenant that was served least recently."""
         self._is_busy = False
         while self._turns:
             tenant, turns = self._turns.popitem(last=False)
             while turns:
                 turn = turns.popleft()
                 if turn.done():
-                    continue  # cancelled
+                    continue  # the waiting request was cancelled
                 if turns:
                     self._turns[tenant] = turns
                 self._is_busy = True

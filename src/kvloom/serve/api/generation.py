@@ -48,10 +48,10 @@ __all__ = ["ChatEndpoint", "CheckedRequest", "CompletionEndpoint", "GenerationEn
 
 DEFAULT_TOKENS = 16
 STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
-"""Fields that require a structure of the whole answer."""
+"""Request fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
-"""A response with log-probabilities of at most this many tokens is built in the event loop, and a larger one in a
-thread.
+"""A response with log-probabilities of at most this many tokens is built in the event loop. A larger response is
+built in a thread.
 """
 LOGPROBS_BYTES = 1 << 10
 """Approximate number of bytes that the log-probabilities of one token add to a response."""
@@ -124,7 +124,7 @@ class GenerationEndpoint(ABC):
             except ApiError as error:
                 record.error_code, record.refused_slo = error.code or str(error.status), error.slo
                 if error.param == "grammar" and forced:
-                    error.param = "tools"  # its schemas make the grammar
+                    error.param = "tools"  # the grammar is built from the schemas of the tools
                 raise
             finally:
                 watcher.cancel()
@@ -444,7 +444,9 @@ class _EventStream:
     async def run(self) -> bool:
         """Send all events. Return False if the client reads too slowly. The caller should then abort the
         connection."""
-        pieces = await self._stream.take()  # a rejection here becomes an error response
+        pieces = (
+            await self._stream.take()
+        )  # if the engine rejects the request here, the client gets an error response
         if not pieces:
             return True
         body = self._body(pieces)

@@ -59,8 +59,8 @@ def check_structure(body: bytes) -> None:
 
 
 def check_values(values: Iterable[Any], name: str, param: str | None = None) -> int:
-    """Return the number of characters of all texts in `values`. Raises ApiError for too many values, or for values
-    nested too deeply."""
+    """Return the total number of characters of the texts in `values`. Raises ApiError for too many values, or for
+    values nested too deeply."""
     characters = count = depth = 0
     level: list[Any] = list(values)
     while level:

@@ -26,7 +26,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/tokenize": (TextFields, MessagesFields),
     "/detokenize": (IdsFields,),
 }
-"""The fields of each endpoint's body; several are alternatives."""
+"""The fields of the body of each endpoint. If there are several entries, a body has the fields of one of them."""
 SUMMARIES = {
     "/": "Redirect to /dashboard",
     "/v1/completions": "Complete prompts: text, token ids, or lists of these",

@@ -284,7 +284,7 @@ class PromptEncoder:
                 "truncate_prompt_tokens",
             )
         if any("tool_calls" in message for message in messages):
-            check_values([messages], "messages")  # with the parsed arguments
+            check_values([messages], "messages")  # now including the parsed arguments of tool calls
         return self._render(
             messages, more, generate, on, bool(fields.add_special_tokens), limits, fields.chat_template
         )
@@ -351,7 +351,7 @@ class PromptEncoder:
         except _REFUSALS as error:
             why = str(error) or type(error).__name__
             why = (why.replace(mark, "") if mark else why)[:MAX_REASON_CHARACTERS]
-            refused = "the chat template rejects these messages"  # its reason may contain their text
+            refused = "the chat template rejects these messages"  # the reason of the template may contain text of the messages
             raise bad_request(f"{refused}: {why}", "messages", logged=refused) from None
 
         def encode(text: str) -> list[int]:
@@ -363,7 +363,7 @@ class PromptEncoder:
             return self.truncate(found, limits.keep)
         text, wanted, encoder = control.unmark(text, mark, encode, special)
         if images:
-            if encoder is not encode:  # the model's processor would read them as tokens
+            if encoder is not encode:  # the model's processor would read control tokens in texts as tokens
                 raise bad_request(
                     "messages: with images, texts may not contain control tokens of this model: remove them",
                     "messages",
@@ -390,7 +390,7 @@ class PromptEncoder:
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences of words that must not be sampled. A word has one sequence without a leading
-        space, and a second one with a leading space, if its tokens differ.
+        space. It has a second sequence with a leading space, if the tokens differ.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -463,8 +463,8 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return the tokens of a text. If the prompt will be truncated, return only the tokens at the end: those to keep,
-    and some before them.
+    """Return the tokens of a text. If the prompt will be truncated, return only its last tokens: the tokens to
+    keep, and some tokens before them.
 
     Raises ApiError for too many characters, or if the start of the text already has far too many tokens.
     """
@@ -525,7 +525,7 @@ class _ContentForms:
                 return False
             return (
                 PROBE in found and TYPE_KEY.search(found) is None
-            )  # a list that is written as it is has keys
+            )  # a template without support for lists writes the list itself, with its keys
 
         parts = writes([{"type": "text", "text": PROBE}])
         return _ContentForms(writes(PROBE) or not parts, parts)
@@ -541,7 +541,7 @@ def _read_content(
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}: role must be a string", "messages")
-    if ROLE.fullmatch(role) is None:  # templates put it between control tokens
+    if ROLE.fullmatch(role) is None:  # templates write the role between control tokens
         raise bad_request(
             f"{where}: role {role[:64]!r} must be 1 to 64 letters, digits, spaces or _.-",
             "messages",

@@ -452,7 +452,7 @@ def sampling_params(
     echoed = isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
     asked = (fields.prompt_logprobs, fields.logprobs if echoed else None)
     given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)
-    if given.get("top_k") == -1:  # other servers' value for "all"
+    if given.get("top_k") == -1:  # the value that other servers use for "all"
         given["top_k"] = 0
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         beyond = next((token for token in getattr(fields, name) or () if token >= vocabulary), None)

@@ -75,8 +75,8 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return what a router needs to follow and score this model: how blocks are hashed, layer groups, sizes, and
-        the addresses of its events. Returns None while the model loads.
+        """Return the data that a router needs to follow and score this model: how blocks are hashed, layer groups,
+        sizes, and the addresses of its events. Returns None while the model loads.
         """
         facts = self.engine.info
         if facts is None:

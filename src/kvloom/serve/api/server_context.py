@@ -29,8 +29,8 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`, the
-    server accepts only requests whose headers Host and Origin have loopback names (`check_host`).
+    """The state of one server. `models` maps names to models, and the first model is the default. Without `keys`,
+    the server accepts only requests whose headers Host and Origin have loopback names (`check_host`).
     """
 
     keys: ApiKeys
@@ -173,8 +173,8 @@ class ServerContext:
         return bytes(data)
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
-        """Call `read`, which parses a body of `size` bytes, and return its result. A large body is parsed in a thread,
-        in turn with other tenants (`account`).
+        """Call `read`, which parses a body of `size` bytes, and return its result. A large body is parsed in a
+        thread, which works for one tenant (`account`) after another.
         """
         encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
         encoder = next(encoders, None)

@@ -134,7 +134,7 @@ def _compiled(source: str) -> Any | None:
 
 
 def _limited(source: str, compiled: Any) -> Callable[..., str]:
-    """Return a `render` method that counts its work inside `render_limits`."""
+    """Return a `render` method that counts characters and CPU time inside `render_limits`."""
     plain = compiled.render
     counted = _environment(compiled.environment).from_string(source)
 

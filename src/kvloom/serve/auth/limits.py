@@ -95,9 +95,10 @@ class Limits:
 
 
 class BodyLimiter:
-    """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
+    """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is
+    encoded.
 
-    If several tenants share the server, a tenant may use at most PRESSURE times the bytes that are still free.
+    If several tenants share the server, a tenant may use at most PRESSURE times as many bytes as are still free.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
@@ -140,9 +141,9 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    The server can still admit a number of answers. If several tenants share the server, a tenant may have at most
-    PRESSURE times this number of open answers. Tenants with many open answers are therefore refused first, and a new
-    tenant is always admitted.
+    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server
+    can still admit. Tenants with many open answers are therefore refused first, and a new tenant is always
+    admitted.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
@@ -188,7 +189,7 @@ class RequestLimiter:
         if max_open is not None and open_answers + answers > max_open:
             raise above_share(answers, open_answers, max_open)
         if not self.shared or not self.in_progress or (not open_answers and answers == 1):
-            return  # an idle server, and a tenant's first answer, take nothing from others
+            return  # on an idle server, or for a tenant's first answer, other tenants lose nothing
         fair = PRESSURE * (self.limit - self.in_progress - answers)
         if open_answers + answers > fair:
             raise above_share(answers, open_answers, max(open_answers, fair))

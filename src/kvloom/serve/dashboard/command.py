@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     without a server."""
     key = args.api_key or os.environ.get(KEY)
     source = _Server(args.url, key, args.model)
-    source.refresh()  # the first error is raised; later ones are shown
+    source.refresh()  # an error of the first call is raised; later errors are shown on the screen
     if args.json:
         print(json.dumps(source.state, indent=2))
         return 0

@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """Has one `DashboardState` for each served model, and takes samples of all of them for the history."""
+    """Has one `DashboardState` for each served model, and takes samples of all models for the history."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -57,7 +57,7 @@ class Dashboards:
 
 
 class DashboardState:
-    """Produces the data of one model for its dashboard pages. All viewers of the model share it."""
+    """Produces the data of one model for its dashboard pages. All viewers of the model share one object."""
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served

@@ -136,7 +136,7 @@ class _Curves:
 
 
 def _curve(values: Series, width: int, top: float | None, high: int) -> list[str]:
-    """Return the last values as bars of `high` lines."""
+    """Return the last values as a bar chart, `high` lines tall."""
     shown = list(values[-width:])
     most = top or max(_known(shown), default=0.0) or 1.0
     eighths = [0 if value is None else min(8 * high, round(8 * high * value / most)) for value in shown]
@@ -152,8 +152,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 class _Map:
     """The map of the page pool. Each character represents several cells of the pool map.
 
-    Its colour and shape are those of the pages that fill the largest part of these cells. The shape shows the state of
-    the pages.
+    The pages that fill the largest part of these cells determine the character. Its colour shows their kind or
+    tenant, and its shape their state.
     """
 
     engine: State

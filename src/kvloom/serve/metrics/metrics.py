@@ -32,7 +32,7 @@ VLLM_FINISH_REASONS = {
     "slo": "error",
     "failed": "error",
 }
-"""vLLM's names of finish reasons, for the reasons that have another name in vLLM."""
+"""vLLM's names of finish reasons. Only reasons with another name in vLLM are listed."""
 
 
 MAX_TENANTS = 100

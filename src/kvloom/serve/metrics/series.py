@@ -226,7 +226,8 @@ def tier_series(stats: EngineStats) -> list[Series]:
 
 
 def _encoding_series(counts: Mapping[str, float]) -> list[Series]:
-    """Return the series of images that encode workers encode: of the workers that ask, then of encode workers."""
+    """Return the series about images that encode workers encode: first the series of workers that ask for
+    embeddings, then the series of encode workers."""
     rows = (
         ("kvloom_handed_over_images", "Images whose embeddings came from encode workers", "handed_over_images"),
         ("kvloom_handed_over_image_bytes", "Bytes of embeddings that came from encode workers", "handed_over_bytes"),

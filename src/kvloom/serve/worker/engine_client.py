@@ -89,12 +89,12 @@ class Backoff:
 class EngineClient:
     """Runs one engine process at a time.
 
-    | callback      | called with                                          |
-    |---------------|------------------------------------------------------|
-    | `log`         | a line for the server's log                          |
-    | `on_ready`    | the Ready message of each engine                     |
-    | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta of an open request; may be None           |
+    | callback      | called with                                               |
+    |---------------|-----------------------------------------------------------|
+    | `log`         | a line for the server's log                               |
+    | `on_ready`    | the Ready message of each engine                          |
+    | `on_progress` | the progress of each prompt                               |
+    | `on_delta`    | each delta of an open request; may be None                |
     | `explain`     | the text of a rejection; returns the error for the client |
     """
 
@@ -289,7 +289,7 @@ class EngineClient:
             self.is_ready = False
             self._writer.close()
             self._writer = None
-            self.fail_all(engine_died(hung))  # before the process has ended, which may take seconds
+            self.fail_all(engine_died(hung))  # requests fail now, because the process may take seconds to end
             try:
                 code = await asyncio.wait_for(process.wait(), 5)
             except TimeoutError:
@@ -313,7 +313,7 @@ class EngineClient:
         return ""
 
     def _deliver(self, outputs: Outputs) -> None:
-        for progress in outputs.progress:  # before the deltas it belongs to
+        for progress in outputs.progress:  # progress of a prompt comes before the deltas of the prompt
             self.on_progress(progress)
         for delta in outputs.deltas:
             stream = self._streams.get(delta.id)
@@ -343,7 +343,9 @@ class EngineClient:
                 self.info, pool_bytes=pool.pool_bytes, max_tokens=pool.max_tokens
             )
             slabs = pool.pool_bytes // self.info.slab_bytes
-            self.stats = msgspec.structs.replace(self.stats, slabs=slabs)  # sums over engines stay exact
+            self.stats = msgspec.structs.replace(
+                self.stats, slabs=slabs
+            )  # so that sums over all engines stay exact
             for resize in resizes:
                 if not resize.done():
                     resize.set_result(pool)

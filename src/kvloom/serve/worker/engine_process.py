@@ -127,7 +127,9 @@ def load_engine(start: Start) -> Engine:
         Tenant(t.name, t.quota, t.weight, t.firm, Objective(t.slo_ttft, t.slo_tbt)) for t in start.tenants
     ]
     config = engine_config(**start.settings, tenants=tenants)
-    with opened_tiers(config.tiers) as tiers:  # before minutes of loading
+    with opened_tiers(
+        config.tiers
+    ) as tiers:  # errors of tiers are reported before the model loads, which may take minutes
         model, tokenizer = load(
             start.model,
             start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,

@@ -1,4 +1,5 @@
-"""Decodes the images of requests and expands their placeholders. A separate thread does this for tenants in turn."""
+"""Decodes the images of requests and expands their placeholders. A separate thread does this, for one tenant after
+another."""
 
 from __future__ import annotations
 

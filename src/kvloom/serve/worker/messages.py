@@ -382,7 +382,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
     """The current size and the target size of an elastic pool in bytes, and the largest number of tokens that one
-    request may have. `number` is that of the last ResizePool message that was carried out.
+    request may have. `number` is the number of the last ResizePool message that the engine has processed.
     """
 
     pool_bytes: int

@@ -58,8 +58,8 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
       1. bytes of `budget` that no pool has
       2. pools of idle models, down to their smallest size
       3. unused bytes of busy models that are not full
-      4. pools of busy models that are above their equal share, down to this share. Only if a growing pool is below
-         its equal share
+      4. pools of busy models that are above their equal share, down to this share; only for growing pools that are
+         below their equal share
 
     A pool may shrink by less than planned, so other pools may grow only after it has shrunk.
     """
@@ -130,7 +130,9 @@ class PoolBroker:
 
     def __init__(self, budget: int, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
         self.budget, self._engines = budget, engines
-        self._unanswered: dict[EngineClient, int] = {}  # bytes of the resize that an engine carries out
+        self._unanswered: dict[
+            EngineClient, int
+        ] = {}  # new size in bytes of each pool whose engine has not answered a resize yet
         self._activity: dict[EngineClient, _Activity] = {}
         self._reserved = 0  # bytes for a model that is about to start
 

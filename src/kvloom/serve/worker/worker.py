@@ -96,7 +96,7 @@ class Worker:
         self.engine, self._observe = engine, observe
         self._share_bytes = share_bytes
         if share_bytes is not None and engine.pool_size is not None:
-            engine.resize_pool(engine.pool_size.pool_bytes)  # from now on the server decides
+            engine.resize_pool(engine.pool_size.pool_bytes)  # from now on the server decides about the size
             self._share(share_bytes)
         self._quotas = {t.name: _TenantQuota(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _OpenRequest] = {}
@@ -115,7 +115,7 @@ class Worker:
         self._stats_at = 0.0
         self._sent_evictions = 0
         self._tiers: list[TierUsage] = []
-        self._stats_changed = True  # since the last stats
+        self._stats_changed = True  # whether the stats have changed since they were last sent
         self._sent_slabs = engine.cache.usable_slabs
         self._resize_requested = False
         self._resize_number = 0
@@ -199,7 +199,7 @@ class Worker:
         deltas: list[Delta] = []
         ended: list[_OpenRequest] = []
         for one in self._open.values():
-            if one.request.finish_reason == "slo":  # it was deferred
+            if one.request.finish_reason == "slo":  # the request was deferred, and then refused
                 self._refuse(one.message.id, one.request)
                 ended.append(one)
             elif self._collect_deltas(one, deltas):
@@ -372,7 +372,7 @@ class Worker:
         if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
             length, message.tenant, quota.quota
         ):
-            reserved_bytes = quota.quota  # the rest is in host memory
+            reserved_bytes = quota.quota  # pages beyond the quota are in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -600,7 +600,7 @@ def _prompt_tokens(request: Request) -> int | None:
 
 
 def _control(message: Add) -> CacheControl:
-    """Return how a request uses the cache, without the priorities of its tokens."""
+    """Return the caching options of a request, without the priorities of its token ranges."""
     session = None if message.session is None else _session_key(message.tenant, message.session)
     return CacheControl(
         tenant=message.tenant,

@@ -91,7 +91,9 @@ class DiskPages(StoredPages):
             return Outcome.FAILED
         outcome = verify_page(record.head, body[:got])
         if outcome != Outcome.OK and not record.is_verified:
-            return Outcome.MISSING  # a process ended during this write, or is still writing
+            return (
+                Outcome.MISSING
+            )  # the process that wrote this page ended during the write, or is still writing
         return outcome
 
     def owner_of(self, tenant: str) -> bytes:
@@ -99,7 +101,9 @@ class DiskPages(StoredPages):
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
         """Removes pages. Also removes files that have no pages left. Returns the number of removed pages."""
-        config = replace(self._config, ttl=0)  # opening would remove expired pages uncounted
+        config = replace(
+            self._config, ttl=0
+        )  # with a TTL, opening the tier would remove expired pages without counting them
         tier = DiskTier(config)
         try:
             dropped = tier.drop_stored([page.key for page in pages])

@@ -1,10 +1,10 @@
 """The disk tier stores pages in segment files of one directory. Pages stay available after a restart or a crash.
 
     write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
-    read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
+    read  -> reading threads, directly into aligned memory of the caller; a read is verified while other reads run
 
-To seal a page is to compute its header and its stored bytes. `segment.py` defines the file format. `segment_store.py`
-has the index and eviction. `segment_writer.py` and `segment_reader.py` run the transfers.
+To seal a page is to compute its header and its stored bytes. `segment.py` defines the file format.
+`segment_store.py` has the index and eviction. `segment_writer.py` and `segment_reader.py` run the transfers.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads bytes from `offset` into `into`, whose size is a multiple of `run_bytes`. Returns the number of bytes
-        read and the checksums of the runs. At the end of the file fewer bytes are read. Checksums of runs that were
-        not read are undefined."""
+        """Reads bytes from `offset` into `into`, whose size is a multiple of `run_bytes`. Returns the number of
+        bytes read, and one checksum for each layer run (`run_bytes` bytes). At the end of the file fewer bytes are
+        read. Checksums of layer runs that were not read are undefined."""
         step, done = read_step(run_bytes), 0
         sums = []
         for at in range(0, len(into), step):
@@ -103,8 +103,7 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes all bytes of `pieces`, one piece after another, from `offset` on. Raises OSError if a write
-        fails."""
+        """Writes the buffers `pieces`, one after another, from `offset` on. Raises OSError if a write fails."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]
@@ -149,7 +148,7 @@ def _belongs_to(owner: int) -> str:
 
 
 def _open_own(name: str, flags: int, directory: int) -> int:
-    """Opens a regular file for reading and writing. Verifies type and owner before any byte changes."""
+    """Opens a regular file for reading and writing. Verifies the file's type and owner before any byte changes."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(name, flags, 0o600, dir_fd=directory)

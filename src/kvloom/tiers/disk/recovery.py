@@ -1,10 +1,10 @@
-"""Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the order of
-writing.
+"""Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the order
+of writing.
 
 A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the
 second last segment may also have partly written pages. The flag `is_verified` of the records of both segments is
 therefore False. The tier prefers an older, verified copy of such a page. A new write stores the page again. This
-module uses neither the tier's shares nor its index.
+module does not use the tier's shares and index.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 _MAX_SCANS = 4
-"""After a damaged frame, the next frame is searched. All searches in a file together read at most this multiple of the
-file's size, plus 64 * _SCAN_BYTES bytes."""
+"""After a damaged frame, the file is searched for the next frame. All searches in a file together read at most this
+multiple of the file's size, plus 64 * _SCAN_BYTES bytes."""
 MAX_HEAD_BYTES = 32 << 20
 """Largest number of bytes of page headers in one frame. A reader never allocates more memory, even if a frame states a
 larger size."""
@@ -90,7 +90,7 @@ class Frame:
 
     @property
     def span(self) -> int:
-        """Bytes that the frame uses on disk, with headers and padding."""
+        """Number of bytes that the frame uses on disk, including headers and padding."""
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
@@ -132,7 +132,9 @@ class Segment:
         self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
-        self.oldest = self.newest = 0  # times of the first and last stored page; 0 without pages
+        self.oldest = self.newest = (
+            0  # times at which the first and the last page were stored; 0 without pages
+        )
         self.modified_at = 0  # for pages of an earlier release, which have no time of their own
         self.has_undated = False
         self._scanned = 0  # bytes read to find frames
@@ -284,7 +286,8 @@ class Segment:
         return heads, at + aligned(used), at + aligned(used) + bodies
 
     def _next_frame(self, at: int) -> int:
-        """Returns the next block after `at` that starts like a frame of this segment, or the end of the file."""
+        """Returns the position of the next block after `at` that starts like a frame of this segment, or the end of
+        the file."""
         buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
         at += BLOCK

@@ -21,7 +21,8 @@ _MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
 """Largest and smallest number of segments per share, and largest number of segments of all shares together. Each
 segment is an open file."""
 _PIECE_BYTES = 64 << 20
-"""Smallest size of a share's segments. A share that is too small for four such segments uses smaller ones."""
+"""Smallest size of a share's segments in bytes. If a share is too small for four such segments, its segments are
+smaller."""
 
 
 class SegmentOwner(Account):
@@ -36,8 +37,8 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless the share has space for three segments of this size: the current one, the next one,
-        and one to read."""
+        """Raises OSError unless the share has space for three segments of this size: the current segment, the next
+        segment, and one segment to read."""
         if 3 * segment_bytes > self.limit:
             raise OSError(
                 errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"
@@ -89,13 +90,13 @@ class SegmentOwners:
         return max(own, key=lambda segment: segment.number, default=None)
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
-        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
-        considered. O(segments).
+        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner`
+        are considered. O(segments).
 
-        Segments of `owner`, and of owners above their guarantee, come first. If there are none, segments of all owners
-        are considered. In both cases, segments that still receive writes of other owners are chosen last. With
-        `oldest`, the oldest segment is chosen, otherwise the least recently used one. The current segment of `owner`
-        is never chosen.
+        Segments of `owner`, and of owners above their guarantee, come first. If there are none, segments of all
+        owners are considered. In both cases, segments that still receive writes of other owners are chosen last.
+        With `oldest`, the oldest segment is chosen, otherwise the least recently used segment. The current segment
+        of `owner` is never chosen.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

@@ -157,7 +157,7 @@ class SegmentReader:
             job.mark_verified([record for _, record, _ in items])
         job.call.transfer.settle(
             good, Outcome.OK
-        )  # one call for all: single calls cost as much as the checksums
+        )  # one call for all pages, because separate calls would cost as much as the checksums
 
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
@@ -242,8 +242,8 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """A read of the bytes `part` of some records. `found` contains (index in the transfer, record) pairs. `count`
-    counts the reads of the page if the page is split into several jobs, else it is None."""
+    """A read of the bytes `part` of some records. `found` contains (index in the transfer, record) pairs. If a page
+    is split into several jobs, `count` counts the reads of the page. Otherwise `count` is None."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]

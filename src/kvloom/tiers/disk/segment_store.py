@@ -34,9 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict: the oldest or the least recently used one. With
-    `copy_forward`, pages of an evicted segment that have been read are copied to a new segment, up to half a segment.
-    `ttl` is the number of seconds after which a page expires. 0 means never."""
+    """Settings of the store. `evict` selects the segment to evict: the oldest, or the least recently used. With
+    `copy_forward`, pages of an evicted segment that have been read are copied to a new segment, up to half a
+    segment. `ttl` is the number of seconds after which a page expires. 0 means never."""
 
     capacity: int
     segment_bytes: int
@@ -88,12 +88,12 @@ class SegmentStore:
 
     @property
     def sweep_seconds(self) -> float | None:
-        """Time between two calls of `remove_expired`, or None if pages never expire."""
+        """Number of seconds between two calls of `remove_expired`, or None if pages never expire."""
         return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
 
     def getter(self) -> Callable[[bytes], Record | None]:
-        """Returns a function that returns the record of a key, or None for an expired page. The caller holds the
-        lock."""
+        """Returns a function that maps a key to its record, or to None if the page is missing or expired. The
+        caller holds the lock."""
         get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
         if not cutoff:
             return get
@@ -240,8 +240,7 @@ class SegmentStore:
         return None
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Records dropped objects on disk. Without this record, the tier would find them again after the next
-        opening."""
+        """Records dropped objects on disk. Otherwise the tier would find them again after the next opening."""
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
@@ -259,7 +258,7 @@ class SegmentStore:
         return 0 < segment.oldest < expiry_cutoff(self._config.ttl)
 
     def remove_empty(self) -> None:
-        """Removes the files of segments without pages, including current segments."""
+        """Removes the files of all segments without pages. This includes current segments."""
         for segment in [one for one in self._segments.values() if not one.keys]:
             owner = self._owners.owner_of(segment)
             if owner.current is segment:
@@ -306,7 +305,7 @@ class SegmentStore:
         try:
             segment = self._create(owner)
         except OSError as error:
-            # Another program filled the disk. Evict one segment for the new one, but not all of them.
+            # Another program filled the disk. Evict one segment to free space for the new segment, but not all segments.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or self._evicted_for_space or not self._evict_segment(owner, copy_forward=False):
                 raise
@@ -433,7 +432,7 @@ class SegmentStore:
                     before.segment.keys.discard(key)
                     now.is_verified = before.is_verified
                     self.index[key] = (
-                        now  # the count restarts at 0: a page is copied again only if it is read again
+                        now  # the count of reads restarts at 0, so a page is copied again only if it is read again
                     )
                     now.segment.keys.add(key)
                 elif found is None:
@@ -451,7 +450,7 @@ class SegmentStore:
         }
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
-        # A number is never reused, not even that of a tombstone: a record there would count as dropped.
+        # A segment number is never reused, not even the number in a tombstone, because new records there would count as dropped.
         self._next_number = self._clock = 1 + max(
             [-1, *found.numbers, *(number for number, _ in dead.values())]
         )

@@ -28,7 +28,7 @@ from .tombstones import DroppedRecords
 
 __all__ = ["SegmentWriter"]
 
-_FRAME_BYTES = 16 << 20  # size of a frame; the next frame is sealed while this one is written
+_FRAME_BYTES = 16 << 20  # size of a frame; the next frame is sealed while this frame is written
 _FIRST_BYTES = 512 << 10  # size of a call's first frame, so that the disk starts early
 _GROWTH = 4  # frames may grow by this factor, because sealing is this much faster than a disk
 _FRAME_RECORDS = 512
@@ -121,7 +121,7 @@ class SegmentWriter:
             while at < len(job.which):
                 if (
                     len(job.which) - at < step + step // 4
-                ):  # a short last frame costs more than its bytes, so it is merged
+                ):  # a short last frame is merged with the frame before it, because every frame has a fixed cost
                     step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
                 at, step = at + step, max(1, min(_GROWTH * step, limit))
@@ -150,7 +150,9 @@ class SegmentWriter:
         heads: list[Head] = []
         bodies: list[memoryview] = []
         edges = [0, *(np.flatnonzero(np.diff(starts) != size) + 1).tolist(), len(starts)]
-        for first, last in pairwise(edges):  # adjacent pages in the caller's memory are one piece
+        for first, last in pairwise(
+            edges
+        ):  # pages that are adjacent in the caller's memory are written as one piece
             at = int(starts[first])
             bodies.append(view[at : at + (last - first) * size])
             heads += plain_heads([keys[index] for index in sealed.which[first:last]], form, bodies[-1])

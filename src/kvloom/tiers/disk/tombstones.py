@@ -41,7 +41,7 @@ class Tombstones:
         try:
             whole = (
                 self._files.size(fd) // _LINE.size * _LINE.size
-            )  # so that it does not follow an incomplete line
+            )  # starts a new line, because the last line may be incomplete
             self._files.write(fd, [b"".join(lines)], whole)
             self._files.sync(fd)
         finally:
@@ -57,7 +57,7 @@ class Tombstones:
             while got := self._files.read(fd, [data], start):
                 if (
                     data.count(0, 0, got) == got
-                ):  # a sparse file may have any size; the rest was never written
+                ):  # a sparse file may have any size; the rest of it was never written
                     break
                 for at in range(0, got - _LINE.size + 1, _LINE.size):
                     key, number, offset, check = _LINE.unpack_from(data, at)
@@ -72,7 +72,7 @@ class Tombstones:
         """Replaces all lines of the file by `dead`, a dictionary as in `read`."""
         fd = self._open()
         try:
-            # Truncate first: a crash here can restore a dropped page, but never a wrong one.
+            # Truncate first: a crash here can restore a dropped page, but never a wrong page.
             self._files.truncate(fd, 0)
         finally:
             self._files.close(fd)

@@ -1,7 +1,7 @@
 """Encodings of pages outside the pool. They do not depend on the medium.
 
 codec.py          the stored format: header, checksums, compression
-checksums.py      xxh3 per run, also during copies and I/O
+checksums.py      xxh3 per layer run, also during copies and I/O
 encryption.py     keys of tenants: encrypt or authenticate
 quantisation.py   re-encoding to int8 or fp8
 page_values.py    the values of a page, for any KV dtype

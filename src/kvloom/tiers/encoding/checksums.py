@@ -34,7 +34,7 @@ __all__ = [
     "send_step",
 ]
 
-_SHORTEST_RUN = 241  # size of one step of the native loops
+_SHORTEST_RUN = 241  # shortest layer run, in bytes, that the native loops support
 _COPY_BYTES = 256 << 10
 _READ_BYTES = 256 << 10
 _SEND_BYTES, _RECEIVE_BYTES = 512 << 10, 256 << 10  # the fastest of 64 KiB to 1 MiB
@@ -44,7 +44,8 @@ _xxh3: Callable[[Any], int] | None = None
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """Returns the 64-bit xxh3 checksum. Takes as long as a memory copy, and a fourth of the time of zlib's crc32."""
+    """Returns the 64-bit xxh3 checksum. This takes as long as a memory copy, and a fourth of the time of zlib's
+    crc32."""
     if _native is not None:
         value: int = _native.checksum(data)
         return value
@@ -62,8 +63,8 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def run_checksums(page: memoryview, run_bytes: int) -> bytes:
-    """Returns the checksums of a page's runs, packed as in the header of a stored page. The size of the page must be a
-    multiple of `run_bytes`."""
+    """Returns the checksums of a page's layer runs, packed as in the header of a stored page. The size of the page
+    must be a multiple of `run_bytes`."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
         return found
@@ -72,8 +73,8 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies the layer runs of a page to `into` and returns the checksums of the runs. With `of_target`, the
-    checksums are computed from `into` after the copy, else from `page`.
+    """Copies the layer runs of a page to `into` and returns their checksums. With `of_target`, the checksums are
+    computed from `into` after the copy, else from `page`.
 
     Costs little more than a copy, because each part is still in the processor's cache.
     """
@@ -89,11 +90,11 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
 
 
 def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes] | None:
-    """Reads bytes from `offset` of a file into `into`, whose size is a multiple of `run_bytes`. Returns the number of
-    bytes read and the checksums of the runs.
+    """Reads bytes from `offset` of a file into `into`, whose size is a multiple of `run_bytes`. Returns the number
+    of bytes read, and one checksum for each layer run (`run_bytes` bytes).
 
-    Checksums of runs that were not read are undefined. Returns None if the native code does not support the run size.
-    Raises OSError if the read fails.
+    Checksums of layer runs that were not read are undefined. Returns None if the native code does not support
+    `run_bytes`. Raises OSError if the read fails.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
@@ -103,7 +104,7 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
     """Sends the layer runs in `data` on a connected socket and returns their checksums. If the native code does not
-    support the run size, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if
+    support `run_bytes`, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if
     sending has not ended at the time `until` (monotonic seconds)."""
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
@@ -122,21 +123,21 @@ def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> 
 
 
 def send_step(run_bytes: int) -> int:
-    """Returns the number of bytes to checksum and send in one step. A step consists of whole runs that fit into the
+    """Returns the number of bytes to checksum and send at a time. These are whole layer runs that fit into the
     processor's cache."""
     return max(run_bytes, _SEND_BYTES // run_bytes * run_bytes)
 
 
 def receive_step(run_bytes: int) -> int:
-    """Returns the number of bytes to receive and checksum in one step. A step consists of whole runs that fit into
-    the processor's cache.
+    """Returns the number of bytes to receive and checksum at a time. These are whole layer runs that fit into the
+    processor's cache.
     """
     return max(run_bytes, _RECEIVE_BYTES // run_bytes * run_bytes)
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the number of bytes of one disk read, in whole runs and whole disk blocks. The size is about 256 KiB, or
-    more if a run is longer. With reads of this size, several threads saturate a disk. The bytes are still in the
-    processor's cache when they are verified."""
+    """Returns the number of bytes of one disk read, in whole layer runs and whole disk blocks. The size is about
+    256 KiB, or more if a layer run is longer. With reads of this size, several threads saturate a disk. The bytes
+    are still in the processor's cache when they are verified."""
     whole = lcm(run_bytes, _BLOCK)
     return max(whole, _READ_BYTES // whole * whole)

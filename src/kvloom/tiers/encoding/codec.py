@@ -69,9 +69,9 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """The parsed header of a stored page. `stored_lengths` are the lengths of the runs in the body, or None if runs are
-    stored unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it
-    is unknown."""
+    """The parsed header of a stored page. `stored_lengths` are the lengths of the layer runs in the body, or None
+    if layer runs are stored unchanged. `salt` and `cipher` are set if layer runs are sealed. `stored_at` is the
+    time of the write, or 0 if it is unknown."""
 
     key: bytes
     method: int
@@ -95,7 +95,7 @@ class Head(NamedTuple):
         )
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the byte range of runs [first, last) in the body."""
+        """Returns the byte range of the layer runs [first, last) in the body."""
         if self.stored_lengths is None:
             return first * self.run_bytes, last * self.run_bytes
         edges = [0, *accumulate(self.stored_lengths)]
@@ -165,8 +165,8 @@ def stored_time(data: memoryview) -> int:
 
 
 class Codec:
-    """Compresses and decompresses single runs. Use one instance per thread, because compression contexts are not
-    thread-safe. With `keys`, every page is sealed, and pages that are not sealed are refused."""
+    """Compresses and decompresses single layer runs. Use one instance per thread, because compression contexts are
+    not thread-safe. With `keys`, every page is sealed, and pages that are not sealed are refused."""
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
         self.method, self.keys = method, keys
@@ -179,7 +179,7 @@ class Codec:
         return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
-        """Returns the compressed run, or the run itself if compression does not make it smaller."""
+        """Returns the compressed layer run, or the layer run itself if compression does not make it smaller."""
         if self.method == 0:
             return run
         if self.method == 1:
@@ -191,7 +191,8 @@ class Codec:
         return packed if len(packed) < len(run) else run
 
     def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
-        """Decompresses exactly `len(into)` bytes. Returns False if the data is damaged or has another length."""
+        """Decompresses `packed` into `into`. Returns False if the data is damaged or does not have exactly
+        `len(into)` bytes."""
         try:
             if method == 1:
                 plain = _library("lz4.block").decompress(packed, uncompressed_size=len(into))
@@ -202,7 +203,7 @@ class Codec:
             zstd = _library("zstandard")
             frame = zstd.get_frame_parameters(packed)
             if frame.content_size != len(into) or frame.window_size > max(len(into), _MIN_WINDOW):
-                return False  # its window would need more memory than a run of this size
+                return False  # the window of this frame would need more memory than a layer run of this size
             if self._zstd_in is None:
                 self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MAX_PAGE_BYTES)
             with self._zstd_in.stream_reader(packed) as reader:
@@ -275,9 +276,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context of the sealed runs of a page. The tag of a run authenticates this context, the number of the
-    run and the salt of the page. `key` contains the block hash, the group and the form. A run therefore cannot be
-    moved to another page."""
+    """Returns the context of the sealed layer runs of a page. The tag of a layer run authenticates this context,
+    the number of the layer run and the salt of the page. `key` contains the block hash, the group and the form. A
+    layer run therefore cannot be moved to another page."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
@@ -285,8 +286,8 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome. `body` begins
-    with run `first`. `body` and `into` may be the same memory if nothing is compressed.
+    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome.
+    `body` begins with layer run `first`. `body` and `into` may be the same memory if nothing is compressed.
 
     If the outcome is not OK, the bytes of `into` are undefined. If the codec has keys, a page that is not sealed is
     UNTRUSTED.
@@ -325,7 +326,7 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """Opens sealed runs for `unseal`. The checksums cover the stored bytes. Damage (CORRUPT) can therefore be
+    """Opens sealed layer runs for `unseal`. The checksums cover the stored bytes. Damage (CORRUPT) can therefore be
     distinguished from a wrong key (LOCKED)."""
     assert head.stored_lengths is not None
     if codec.keys is None:

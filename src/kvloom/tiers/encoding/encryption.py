@@ -47,21 +47,21 @@ class NoKeyError(LookupError):
 
 
 class PageCipher(Protocol):
-    """Seals and opens the runs of one page. A run is the data of one layer in the page. To seal is to encrypt or to authenticate. A run can be opened only with
-    the `context` with which it was sealed."""
+    """Seals and opens the layer runs of one page. To seal is to encrypt or to authenticate. A layer run can be
+    opened only with the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
-        """Returns the sealed run, followed by its tag of TAG_BYTES."""
+        """Returns the sealed layer run, followed by its tag of TAG_BYTES."""
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
-        """Verifies run `number`. Returns the run without its tag, decrypted if it was encrypted. Returns None if the
-        tag does not match."""
+        """Verifies layer run `number`. Returns it without its tag, decrypted if it was encrypted. Returns None if
+        the tag does not match."""
         ...
 
 
 class _Aes(PageCipher):
-    """AES-256-GCM. Each page has its own key, so the number of a run is a unique nonce."""
+    """AES-256-GCM. Each page has its own key, so the number of a layer run is a unique nonce."""
 
     def __init__(self, cipher: Any, invalid: type[Exception]) -> None:
         self._cipher, self._invalid = cipher, invalid
@@ -78,8 +78,8 @@ class _Aes(PageCipher):
 
 
 class _Mac(PageCipher):
-    """Authentication without encryption. A sealed run is the unchanged run, followed by 16 bytes of HMAC-SHA-256
-    over context, number and run."""
+    """Authentication without encryption. A sealed layer run is the unchanged layer run, followed by 16 bytes of
+    HMAC-SHA-256 over context, number and layer run."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

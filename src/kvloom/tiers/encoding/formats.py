@@ -60,7 +60,7 @@ class PageFields:
     order: Order = "HND"
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, *shape], for any order in memory."""
+        """Returns a view of each field as [layers, tokens, *shape], whatever the order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
             raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
@@ -133,7 +133,7 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, heads, dims], for any order in memory."""
+        """Returns a view of each field as [layers, tokens, heads, dims], whatever the order in memory."""
         dtype = _DTYPES[self.element_bytes]
         names = ("k", "v") if self.fields == 2 else ("latent",)
         fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
@@ -176,8 +176,7 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in the format `kind`, as a new array of unsigned integers. The caller views the array as the
-    element type."""
+    """Returns a page in the format `kind`, as a new array of unsigned integers of the element size."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))

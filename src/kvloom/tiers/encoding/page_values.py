@@ -50,7 +50,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that the values of one page need in the stored form."""
+        """Number of bytes of one page in the stored form (float32 values)."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens

@@ -1,6 +1,6 @@
 """Re-encodes layer runs to int8 or fp8, with one float32 scale per 64 values.
 
-    a run    values, 1 byte each | scales, float32, one per 64 values
+    a layer run    values, 1 byte each | scales, float32, one per 64 values
 
 Element types are fp32, fp16 and bf16. This module is independent of layouts and tiers.
 """
@@ -59,8 +59,8 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Encodes one or several runs as 1-byte values and scales. Infinity is encoded as the largest value, and NaN as
-    0."""
+    """Encodes one or several layer runs as 1-byte values and scales. Infinity is encoded as the largest value, and
+    NaN as 0."""
     floats = to_floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     largest = FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)

@@ -78,7 +78,7 @@ class Arena:
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
                 pages = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
-                if len(pages) <= count - len(taken):  # take the whole slab at once
+                if len(pages) <= count - len(taken):  # take all free pages of the slab at once
                     self._used[slab] = len(pages)
                     taken += pages
                     continue
@@ -124,8 +124,8 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each offset in `at` to the matching offset in `to`. Ranges that are contiguous on both
-    sides are copied in one call.
+    """Copies `size` bytes from each offset in `at` (in `source`) to the matching offset in `to` (in `target`).
+    Ranges that are contiguous on both sides are copied in one call.
 
     A second thread copies a part of a large batch if a core is free, because one core does not saturate memory
     bandwidth.
@@ -157,8 +157,8 @@ def _copy(
     take: Callable[[], _CopyRange],
     pieces: deque[_CopyRange],
 ) -> None:
-    """Copies ranges until none is left. `take` removes the next range from `pieces`. Another thread may take ranges
-    from the same list."""
+    """Copies ranges until no range is left. `take` removes the next range from `pieces`. Another thread may take
+    ranges from the same list."""
     with contextlib.suppress(IndexError):
         while pieces:
             start, begin, length = take()

@@ -20,7 +20,7 @@ from .slots import Index, LruOrder, Slots
 
 __all__ = ["MAX_TENANTS", "HostIndex"]
 
-_MAX_TRIES = 4096  # number of pages examined to free one, if many are in use
+_MAX_TRIES = 4096  # number of pages examined to free one page, if many pages are in use
 MAX_TENANTS = 256
 """Largest number of tenants whose share `set_account` can set."""
 
@@ -50,7 +50,7 @@ class HostIndex:
         self.accounts = [self._default]
         self._clock = 0
         self.loading = 0
-        """Number of entries whose bytes are still being loaded."""
+        """Number of pages whose bytes are still being loaded."""
         self.evicted = 0
         self.changes: PageChanges | None = None
         """Records stored and removed pages, if the tier is watched."""
@@ -119,7 +119,7 @@ class HostIndex:
         """
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
-        if len(fresh) < len(keys):  # marked as used, so that it is evicted last
+        if len(fresh) < len(keys):  # stored keys are marked as used, so that they are evicted last
             self.touch(np.array([entries[key] for key in keys if key in entries], np.int64))
         once = dict.fromkeys(fresh)
         given = self._allocate(size, account, len(once) if limit is None else min(limit, len(once)))
@@ -177,7 +177,7 @@ class HostIndex:
         turn = None
         if not self._evicts_only_own(
             account, size
-        ):  # stop at a page of another account that is older, or at the limit
+        ):  # stop at an older page of another account, or at the limit
             firsts = [
                 other.order.least_recent()
                 for other in self._evictable_accounts(account)
@@ -187,7 +187,10 @@ class HostIndex:
             limit = min(limit, (account.limit - account.used) // size)
             if source is not account:
                 limit = min(limit, -(-(source.used - source.guaranteed) // size))
-        for reach in (limit, max(limit, _MAX_TRIES)):  # examine more pages if all the first ones are in use
+        for reach in (
+            limit,
+            max(limit, _MAX_TRIES),
+        ):  # examine more pages if all of the first pages are in use
             oldest = source.order.oldest(reach)
             other = self.slots.size[oldest] != size
             if turn is not None:
@@ -222,7 +225,7 @@ class HostIndex:
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
-            return []  # without an examination of every page
+            return []  # not every page is examined
         for _ in range(tries):
             own = account.used + size > account.limit
             if not own and (taken := self._arena.allocate(size, 1)):

@@ -292,7 +292,8 @@ class HostTier(Tier):
         return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Sets the checksums of new slots. `size` is the number of bytes per page. Raises ValueError for another length."""
+        """Sets the checksums of new slots. `data` has `size` bytes for each page. Raises ValueError if `data` has
+        another length."""
         fresh = slots[~self._slots.ready[slots]].tolist()
         if len(data) != len(fresh) * size:
             raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")
@@ -300,7 +301,7 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        """Ends the lease of slots. `written` states which new pages are complete; the others are dropped."""
+        """Ends the lease of slots. `written` states which new pages are complete. The other new pages are dropped."""
         if not len(slots):  # the lease was released before
             return
         at = np.flatnonzero(slots >= 0)
@@ -311,7 +312,7 @@ class HostTier(Tier):
         if self._codec is not None:
             for slot in leased[
                 complete & ~self._slots.ready[leased]
-            ].tolist():  # no other thread can use them yet
+            ].tolist():  # no other thread can use these pages yet
                 self._page_checksums(slot)
         with self._lock:
             table = self._slots

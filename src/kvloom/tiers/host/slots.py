@@ -31,13 +31,13 @@ class Slots:
         self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Bytes of one layer run, as the writer stated."""
+        """Number of bytes of one layer run, as the writer stated it."""
         self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """The peer that wrote the page; 0 is this process."""
         self.stored_at: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Time at which the page was reserved, in seconds since 1970."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Tick of the last use; -1 for a removed page. A tick is a number that increases with every use of any
+        """Tick of the last use, or -1 for a removed page. A tick is a number that increases with every use of any
         page."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
@@ -105,8 +105,8 @@ class Slots:
 
 class LruOrder:
     """Slots ordered by last use, least recent first. The slots of one use are stored as a batch with the tick
-    (number) of the use. If a slot was used again or removed, its tick has changed, and its place in the old batch is
-    skipped. Adding a batch costs one append. Finding a slot costs amortised O(1)."""
+    (number) of the use. If a slot was used again or removed, its tick has changed, and its entry in the old batch
+    is skipped. Adding a batch costs one append. Finding a slot costs amortised O(1)."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

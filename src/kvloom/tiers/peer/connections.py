@@ -2,9 +2,9 @@
 
     connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host, or a network address. If too many connections are pending, the origin with the most
-pending connections loses its oldest one. A flood of connections therefore closes its own connections first, and never
-an admitted one. This module does not depend on tiers.
+An origin is a user on this host, or a network address. If too many connections are pending, the oldest pending
+connection of the origin with the most pending connections is closed. A flood of connections therefore closes its
+own connections first, and never an admitted connection. This module does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PeerClients:
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
         """Decides whether to admit an authenticated connection. Returns the decision, and the idle connections that
-        the caller must close to admit this one."""
+        the caller must close to admit this connection."""
         with self._lock:
             if client not in self._pending:
                 return False, []
@@ -94,7 +94,7 @@ class PeerClients:
 
 
 def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
-    """Returns the oldest connection of the origin with the most connections."""
+    """Returns the oldest pending connection of the origin with the most pending connections."""
     pending = list(pending)
     counts = Counter(client.origin for client in pending)
     largest = max(counts.values())

@@ -154,7 +154,7 @@ class PeerConnection(Connection):
         return answer, results, offsets, _ChecksumReader(answer.payload, 9 * count, form.runs)
 
     def _with_share(self, message: Message, job: Job) -> Message:
-        """Adds the share of the job's tenant to a message, if the tenant has one."""
+        """Returns the message with the share of the job's tenant, or unchanged if the tenant has no share."""
         tenant = job.objects.tenant
         account = self._accounts.get(tenant)
         if account is not None:
@@ -298,15 +298,15 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """Reads checksums from `payload` page by page, starting at byte `at`. Only pages that were found have
-    checksums."""
+    """Reads checksums from `payload` page by page, starting at byte `at`. The payload has checksums only for the
+    pages that were found."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or of the bytes `part` of the page. Raises StoreError if the payload
-        is too short."""
+        """Returns the checksums of the next page, or only those of the bytes `part` of the page. Raises StoreError
+        if the payload is too short."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's reply is too short")
@@ -339,9 +339,9 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens the host tier of another process as a tier. The capacity is that of the peer. An empty `secret` selects
-    the user's default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the
-    peer cannot be reached."""
+    """Opens the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
+    selects the user's default secret. From `config`, only timeout, threads and batch size are used. Raises
+    TierError if the peer cannot be reached."""
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
         raise ValueError(

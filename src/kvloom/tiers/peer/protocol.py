@@ -176,11 +176,12 @@ class Channel:
         self._stream.receive(into)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns the checksums of the runs."""
+        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns one checksum for each layer
+        run (`run_bytes` bytes)."""
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends the layer runs in `data`. Returns the checksums of the runs."""
+        """Sends the layer runs in `data`. Returns their checksums."""
         return self._stream.send_checked(data, run_bytes)
 
 

@@ -44,7 +44,7 @@ _HASH_BYTES = 16
 _MAX_LEASES, _MAX_LEASED = (
     4,
     8192,
-)  # leases per connection, and objects per lease; our client has one lease of at most 4096
+)  # leases per connection, and objects per lease; our client has one lease of at most 4096 objects
 _MAX_LEASE_BYTES = 64 << 20
 _MIN_PAGE, _MIN_RUN = 512, 64  # smaller pages cost more in bookkeeping than in bytes
 
@@ -388,8 +388,8 @@ class _RequestHandler:
 
     def _split_share(self, message: Message) -> str:
         """Removes the id of a tenant from the payload of a RESERVE or WRITE, and applies the share in the message.
-        Returns the tenant's name in the tier. The name is empty if the message has no share or too many tenants have
-        one."""
+        Returns the tenant's name in the tier. The name is empty if the message has no share, or if too many tenants
+        have a share."""
         end = message.count * KEY_BYTES
         if len(message.payload) != end + len(SHARED_OWNER):
             return ""
@@ -505,7 +505,9 @@ class _RequestHandler:
 
     def _reserve(self, message: Message) -> None:
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
-        if not self._maps:  # otherwise a client that writes nothing could read the bytes of an evicted page
+        if (
+            not self._maps
+        ):  # otherwise a client could reserve a page, write nothing, and read the bytes of an evicted page
             for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)

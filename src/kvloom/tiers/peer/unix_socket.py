@@ -84,7 +84,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
         try:
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # this process has the port now, so the process that created the socket has ended
+            ):  # this process has the TCP port now, so the process that created the socket has ended
                 os.unlink(name, dir_fd=directory)
             return UnixListener(_listen(_fd_path(directory, name), 0o600), name, directory)
         except OSError:

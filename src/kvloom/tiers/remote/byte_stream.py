@@ -112,8 +112,8 @@ class ByteStream:
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns the checksums of the runs. They
-        are computed while the bytes are in the processor's cache."""
+        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns one checksum for each layer
+        run (`run_bytes` bytes). The checksums are computed while the bytes are in the processor's cache."""
         if self._plain:
             self._check()
             try:
@@ -130,7 +130,7 @@ class ByteStream:
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends the layer runs in `data`. Returns the checksums of the runs."""
+        """Sends the layer runs in `data`. Returns their checksums."""
         if self._plain:
             self._check()
             try:

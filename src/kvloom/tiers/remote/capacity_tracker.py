@@ -71,9 +71,9 @@ class CapacityTracker:
     def reserve(
         self, sizes: Mapping[bytes, int], tenant: str = ""
     ) -> tuple[dict[bytes, bool], dict[bytes, TrackedValue]]:
-        """Counts values before they are put into the store. Returns two dictionaries. The first maps each accepted
-        key to whether its value is guaranteed. The second has the values that the caller must evict. Values of
-        `sizes` that do not fit into the tenant's share are not accepted."""
+        """Counts values before they are put into the store. Returns two dictionaries. The first has the accepted
+        keys, and for each key whether its value is guaranteed. The second has the values that the caller must
+        evict. Values of `sizes` that do not fit into the tenant's share are not accepted."""
         with self._lock:
             account = self._account_of(tenant)
             self._clock += 1

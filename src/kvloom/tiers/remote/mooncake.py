@@ -31,7 +31,9 @@ __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
 _NO_SPACE, _TOO_LONG, _ABSENT = -200, -600, -704
 _BATCH_BYTES = 16 << 20  # a tenth faster than 8 MiB, and as fast as 32 MiB
-_MIN_PIECE = 256 << 10  # a value in two regions needs two requests; for shorter pieces a copy is faster
+_MIN_PIECE = (
+    256 << 10
+)  # a value in two memory regions needs two requests; for shorter pieces a copy is faster
 
 
 class MooncakeStore(Store):
@@ -83,8 +85,8 @@ class MooncakeStore(Store):
         return lengths
 
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values directly into registered memory, if they have the expected length. Returns the length of each
-        value. A length of -1 is a miss. 0 means that the value must be read through the buffer instead."""
+        """Reads values directly into registered memory, if they have the expected length. Returns the length of
+        each value. -1 means a miss. 0 means that the value must be read through the buffer instead."""
         lengths = [0] * len(ranges)
         pieces = {
             n: destination(n, wanted.expected_bytes) or ()
@@ -225,8 +227,7 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """Reads each range into its position of the buffer. Returns the lengths. A zero or negative length is a
-        miss."""
+        """Reads each range to its position in the buffer. Returns the lengths. A zero or negative length is a miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
         parts = [number for number, wanted in enumerate(ranges) if wanted.stop]
@@ -237,7 +238,7 @@ class MooncakeStore(Store):
             got = self._call(lambda: self._client.batch_get_into(names, pointers, spans))
             self._check_count(got, len(whole))
             for number, buffer, length in zip(whole, spans, got, strict=True):
-                # Longer than any valid value, so it is reported as damaged.
+                # The value is longer than any valid value, so it is reported as damaged.
                 lengths[number] = buffer + 1 if length == _TOO_LONG else min(length, buffer + 1)
         for number in parts:
             wanted, size = ranges[number], sizes[number]

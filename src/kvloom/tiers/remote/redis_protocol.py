@@ -18,13 +18,15 @@ __all__ = ["RedisReplyError", "RespConnection"]
 
 _END = b"\r\n"
 _MAX_LINE = 1 << 16
-_RECEIVE_BYTES = 1 << 20  # meanwhile the single-threaded server continues with the next reply
+_RECEIVE_BYTES = (
+    1 << 20
+)  # bytes received at a time; meanwhile the single-threaded server continues with the next reply
 _MAX_SHORT = 64 << 10  # limit of all replies of an exchange that have no destination: digests, counts
 _SHORT_BYTES = 512  # part of the limit for each command: its error message
 _ITEM_BYTES = 64  # part of the limit for each item of an array: its memory
 _MAX_DEPTH = 4  # nesting of arrays
 _MAX_VALUE = 512 << 20  # the limit of Redis itself
-_READ_AHEAD = 4096  # bytes read beyond a line; of a long reply, only these are copied
+_READ_AHEAD = 4096  # bytes read beyond a line; only these bytes of a long reply are copied
 
 
 class RedisReplyError(RuntimeError):
@@ -123,7 +125,8 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Returns a count that the server sent. Raises ValueError if the count exceeds the limit of the exchange."""
+        """Returns `count`, which the server sent. Raises ValueError if the limit of the exchange is too small for
+        it."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"

@@ -84,9 +84,10 @@ class Connection(Protocol):
 class RemoteConfig:
     """Settings of a remote tier.
 
-    - `capacity`: the limit of the bytes that all clients store, or only this process if the store does not count bytes.
-    - `timeout`: the limit of each call to the store in seconds, and therefore of `lookup`, `drop` and `stats`. After a
-      failure the tier pauses its calls. The pause doubles up to 10 s.
+    - `capacity`: the largest number of bytes that all clients together may store. If the store does not count
+      bytes, the limit applies only to this process.
+    - `timeout`: the largest duration in seconds of each call to the store, and therefore of `lookup`, `drop` and
+      `stats`. After a failure the tier pauses its calls. The pause doubles up to 10 s.
     - `keys`: a key file (encryption.py). Its keys protect pages (`protect`) and derive the keys under which pages
       are stored.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
@@ -424,7 +425,8 @@ class Job(ABC):
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Returns the memory of the parts of several objects, in order. Adjacent parts are merged."""
+        """Returns the memory of the parts of several objects, in order. Parts that are adjacent in memory are
+        merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []

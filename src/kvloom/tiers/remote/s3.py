@@ -32,7 +32,7 @@ from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 
-_CONCURRENT = 8  # number of tries per kind of request
+_CONCURRENT = 8  # number of requests of each kind that run at the same time
 _MAX_DELETED = 1000  # per call
 _MARK_BYTES = 8  # bytes after a value that show whether the value continues
 _MAX_REPLY_BYTES = 4 << 20  # largest reply of the store to boto3: the errors of _MAX_DELETED deletions
@@ -176,8 +176,8 @@ class S3Store(Store):
         """Reads values without asking for their lengths first. This works for values that have the expected length.
         Returns the lengths of these values by index. The caller reads the other values in another way.
 
-        NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected, and
-        first fills the end of the buffer with random bytes. The length is correct if the last expected byte has
+        NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected,
+        and first fills the end of the buffer with random bytes. The length is correct if the last expected byte has
         changed and the bytes after it have not. If the value happens to end with the same byte, it is read again.
         Returns {} if the store may be unreachable, because NIXL would retry for a long time.
         """

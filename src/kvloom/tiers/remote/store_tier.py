@@ -263,8 +263,9 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object and returns its outcome. `body` begins with the first requested run. If `body` is None,
-        the body follows the header in `head_data`. With `in_place`, the runs are already in the caller's memory."""
+        """Verifies one object and returns its outcome. `body` begins with the first requested layer run. If `body`
+        is None, the body follows the header in `head_data`. With `in_place`, the layer runs are already in the
+        caller's memory."""
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -359,7 +360,7 @@ class _Read(Job):
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
         """Reads the requested layer runs of objects in two round trips. The first reads the headers, which contain
-        the positions of the runs. The second reads the runs.
+        the positions of the layer runs. The second reads the layer runs.
         """
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes

@@ -47,9 +47,9 @@ class TransferBatch:
     objects: Objects
     size: int
     load: QueuedLoad | None
-    positions: npt.NDArray[np.int64] | None = None  # indices of its objects in the load
+    positions: npt.NDArray[np.int64] | None = None  # indices of the batch's objects in the load
     lease: Lease | None = None
-    requested: npt.NDArray[np.int64] | None = None  # which of its objects the tier transfers
+    requested: npt.NDArray[np.int64] | None = None  # indices of the batch's objects that the tier transfers
     transfer: Transfer | None = None
     started_at: float = 0.0
 

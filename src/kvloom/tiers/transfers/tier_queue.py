@@ -97,7 +97,8 @@ class TierQueue:
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
     def stats(self) -> TierStats:
-        """Returns the tier's last stats and requests new ones in this queue's thread. Never waits for the tier."""
+        """Returns the latest stats of the tier, and requests new stats in this queue's thread. Never waits for the
+        tier."""
         with self._condition:
             self._stats_requested = True
             self._condition.notify()
@@ -309,10 +310,10 @@ class TierQueue:
 
     def _wake(self) -> None:
         with self._condition:
-            self._condition.notify_all()  # notifying one could wake `close` instead of the thread
+            self._condition.notify_all()  # notifying one waiter could wake `close` instead of the thread
 
     def _collect(self, now: float) -> None:
-        """Settles finished batches and cancels late ones. The caller holds the lock."""
+        """Settles finished batches and cancels late batches. The caller holds the lock."""
         for batch in [p for p in self._inflight if p.transfer is not None and p.transfer.released]:
             self._inflight.remove(batch)
             self._settle_batch(batch, now)
@@ -346,7 +347,7 @@ class TierQueue:
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
             if outcome == Outcome.LATE and batch.load is not None:
-                if not batch.load.is_cancelled:  # otherwise the caller cancelled it
+                if not batch.load.is_cancelled:  # a cancelled load is not counted
                     self._record_late(batch, amount, now)
             elif outcome in _HARMLESS:
                 self._fault_log.add(self.tier.name, verb, name, amount, transfer.reason, now)

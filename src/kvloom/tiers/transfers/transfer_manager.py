@@ -134,7 +134,7 @@ class FetchJob:
         return sum(len(load.objects) for _, load in self._loads)
 
     def cancel(self) -> None:
-        """Cancels the loads that still run. Loaded objects stay in host memory."""
+        """Cancels the loads that still run. Objects that are already loaded stay in host memory."""
         for queue, load in self._loads:
             if not load.done:
                 queue.cancel_load(load)

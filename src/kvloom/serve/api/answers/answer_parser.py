@@ -30,8 +30,8 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
-        unless `ended` (no more text follows).
+        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
+        held back, unless `ended` (no more text follows).
         """
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
@@ -51,8 +51,8 @@ class AnswerParser:
 class AnswerFormats:
     """The formats in which the served model writes tool calls and reasoning.
 
-    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format is a
-    special token. Special tokens must then stay in the text.
+    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format
+    is a special token. Special tokens must then stay in the text.
     """
 
     calls: type[ToolCallParser] | None = None

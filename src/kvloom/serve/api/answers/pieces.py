@@ -49,7 +49,7 @@ class TextSource:
         self.calls = 0
         self._new_id = new_id
         self._pieces: list[Piece] = []
-        self._space = ""  # whitespace that a call would remove
+        self._space = ""  # whitespace that is dropped if a call follows
 
     def take(self) -> list[Piece]:
         """Return the pieces since the last call. Adjacent pieces are merged if possible."""
@@ -198,7 +198,7 @@ class _CallScanner:
         self._key: str | None = None if name is None else ARGUMENTS[0]
         self._only_arguments = name is not None
         self._raw: list[str] = []
-        self._text: list[str] = []  # of the current key or value
+        self._text: list[str] = []  # the text of the current key or value
         self._values: dict[str, str] = {}
         self._new: list[str] = []
         self._streams = False
@@ -208,7 +208,7 @@ class _CallScanner:
         return "".join(self._raw)
 
     def read(self, text: str) -> str:
-        """Read text up to the end of the object. Return the text after it."""
+        """Read text up to the end of the object. Return the text after the object."""
         for place, letter in enumerate(text):
             if not self.has_arguments:
                 self._raw.append(letter)

@@ -45,8 +45,8 @@ class ReasoningParser(ABC):
         """Return whether the answer to this prompt begins with reasoning."""
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back,
-        unless `ended` (no more text follows).
+        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
+        held back, unless `ended` (no more text follows).
         """
         self._rest += text
         pieces: list[Piece] = []
@@ -54,7 +54,7 @@ class ReasoningParser(ABC):
             self._start(ended)
         if self._state == "reasoning":
             self._reasoning(pieces, ended)
-        if self._state == "space":  # between reasoning and answer
+        if self._state == "space":  # whitespace between reasoning and answer
             self._rest = self._rest.lstrip()
             self._state = "answer" if self._rest else "space"
         if self._state == "answer" and self._rest:

@@ -64,7 +64,8 @@ class ToolCallParser(ABC):
         return self._source.calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text. Return the pieces that are certain. Text that may be the start of a marker is held back."""
+        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
+        held back."""
         self._source.rest += text
         return self._advance()
 
