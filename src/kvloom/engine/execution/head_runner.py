@@ -7,7 +7,7 @@ buffers of batches.
                         head's own hidden state of this token is written.
 
 Drafts are computed in CUDA graphs. A graph computes logits for all tokens, and writes the head's hidden state of the
-last token of each row. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
+last token of each row, and of all nodes of trees. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
 of the target's graphs. The head is never batch-invariant, because only the target decides which tokens are accepted.
 """
 
