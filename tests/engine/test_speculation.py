@@ -42,6 +42,9 @@ FAMILIES = [
     "qwen3_next",
     "jamba",
 ]
+PATIENT = OffloadConfig(
+    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+)
 
 
 class Oracle:
@@ -311,14 +314,11 @@ def test_hits_from_tiers_are_the_same(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     model = tiny(family)
     prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (30, 37)]
-    patient = OffloadConfig(
-        "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-    )
     params = SamplingParams(max_tokens=34, temperature=0, stop_token_ids=(7, 12, 30))
     seen: dict[str, list[Any]] = {}
     answers: dict[tuple[int, ...], list[int]] = {}
     for how in ("off", "ngram"):
-        settings: dict[str, Any] = {"speculate": how, "offload": patient}
+        settings: dict[str, Any] = {"speculate": how, "offload": PATIENT}
         tiers = [f"disk:{tmp_path / how}:64MiB"]
         engine = make_engine(model, 1 << 22, tiers=["host:8MiB", *tiers], **settings)
         if engine.speculation is not None:
@@ -460,9 +460,6 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(params: dict[str, 
 @pytest.mark.parametrize("tier", ["host", "disk", "peer"])
 def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: str, tmp_path: Path) -> None:
     model, how = tiny("llama"), save_draft(tmp_path / "draft")
-    patient = OffloadConfig(
-        "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-    )
     urls = {"host": "host:16MiB", "disk": f"disk:{tmp_path / 'disk'}:64MiB"}
     memory = SharedMemory(16 << 20)
     peer = PeerServer(
@@ -470,13 +467,13 @@ def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: st
     )  # the memory of another process, as far as the engine can tell
     url = urls.get(tier, "peer://{}:{}".format(*peer.address))
     room = 2 * make_engine(model, 1 << 22, speculate=how).layout.slab_bytes_for(128)
-    engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+    engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=PATIENT))
     prompt, params = list(range(3, 40)), SamplingParams(max_tokens=40, temperature=0)
     first = engine.add(prompt, params)
     engine.run()
     if tier != "host":
         engine.close()
-        engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+        engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=PATIENT))
     else:
         for i in range(8):  # other prompts evict its pages
             engine.add([10 + i, *range(3, 60), *range(3, 50)], SamplingParams(max_tokens=1))

@@ -24,7 +24,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -35,6 +35,7 @@ from .execution import (
     HeadRunner,
     InflightStep,
     ModelRunner,
+    MovedToken,
     OutputProcessor,
     PoolRule,
     PoolSize,
@@ -122,7 +123,7 @@ class Engine:
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         draft_rows = 0
         if config.speculate != "off":
             wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
@@ -139,7 +140,10 @@ class Engine:
             memory.batch_invariant,
             2 * draft_rows,
             draft_length=draft_length,
+            trees=config.tree_nodes > 0,
         )
+        if config.tree_nodes:
+            self._check_trees()
         self._draft_runner: ModelRunner | None = None
         self.offload = self._open_tiers(memory.batch_invariant) if config.tiers else None
         """Offloads and loads pages. None if the engine has no tiers."""
@@ -170,8 +174,11 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
-            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
-        self._output_processor = OutputProcessor(self.scheduler, self.eos)
+            self.speculation = Speculation(
+                self._proposers(draft), config.draft_tokens, self.eos, draft_rows, config.tree_nodes
+            )
+        self._token_mover = TokenMover(self.cache, self.buffer)
+        self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -206,6 +213,14 @@ class Engine:
             events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         return events
 
+    def _check_trees(self) -> None:
+        """Raise ValueError if the model cannot compute draft trees."""
+        nodes = self.config.tree_nodes
+        if self.cache.has_states:
+            raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
+        if self.runner.pages.is_invariant:
+            raise ValueError(refused("tree, batch_invariant", nodes=nodes))
+
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
         proposers: list[Proposer] = []
@@ -227,14 +242,16 @@ class Engine:
         assert config.max_running is not None
         sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
         sampled = self.runner.chosen
-        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         if config.head:
             if self.runner.decoder is None:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = self._draft_runner = HeadRunner(
                 draft, self.cache, self.buffer, *sizes, config.cuda_graphs, self.runner, draft_length
             )
-            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
+            name = config.head.partition("=")[0]
+            depth = longest_draft([name], config.draft_tokens) if config.tree_nodes else 0
+            return HeadProposer(name, head, *beside, sampled, complete, depth)
         runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
@@ -618,6 +635,9 @@ class Engine:
         self._apply_copies()
         if not work:
             return None
+        if any(draft.parents for draft in proposed.values()):
+            supported = self.runner.supports_trees([part for _, part in work])
+            work = Speculation.add_trees(work, proposed, supported)
         ready = [
             i
             for i, (request, part) in enumerate(work)
@@ -678,6 +698,13 @@ class Engine:
             embeddings,
             drafts if speculates else (),
         )
+
+    def _move_tokens(self, moved: list[MovedToken]) -> None:
+        """Move accepted tokens of draft trees to their slots. Pending copies run first, because the block tables
+        already contain their targets."""
+        self._apply_copies()
+        rows, sources, targets = np.array(moved).T
+        self._token_mover.move(rows, sources, targets)
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then run the pending copies inside the pool."""

@@ -10,6 +10,7 @@
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
 | hidden_states     | hidden states of the target in the pages of a draft head                       |
+| token_mover       | moves accepted tokens of draft trees to their slots                            |
 | empty_cache       | the cache interface of an empty cache                                          |
 | family_exceptions | changes for single families                                                    |
 | scales            | static scales of quantised K and V                                             |
@@ -23,6 +24,7 @@ from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+from .token_mover import TokenMover
 
 __all__ = [
     "ATTENTION",
@@ -39,6 +41,7 @@ __all__ = [
     "ImageInputs",
     "Pages",
     "Scales",
+    "TokenMover",
     "VisibleImages",
     "Work",
     "attend",

@@ -283,7 +283,8 @@ class Pages(EmptyCache):
         if self._expanded is None:
             batch = self.batch
             plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
-            plain = plain and self._splitter is None and batch.cold is None and batch.spans is None
+            plain = plain and self._splitter is None and batch.cold is None
+            plain = plain and batch.spans is None and batch.trees is None
             self._expanded = (
                 ExpandedPlan.of_step(batch.bounds, batch.sizes, self.device) if plain else None
             ) or False
@@ -348,7 +349,7 @@ class Pages(EmptyCache):
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
-            query, k, v, tables, Mask(span, softcap, sinks, spans=batch.spans), scale,
+            query, k, v, tables, Mask(span, softcap, sinks, batch.trees, batch.spans), scale,
             k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
@@ -369,6 +370,7 @@ class Pages(EmptyCache):
             batch = self.batch
             plain = (
                 batch.spans is None
+                and batch.trees is None
                 and batch.cold is None
                 and not batch.replayed
                 and self._splitter is None
@@ -417,9 +419,13 @@ class Pages(EmptyCache):
     def _plan(self, shape: Shape, span: Visibility, sequences: int | None = None) -> Plan:
         """Return the plan of the step, or of its first `sequences` sequences."""
         batch = self.batch
-        # Only the device reads the lengths of a replayed step.
-        rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.longest, batch.shares and is_worth_sharing(span)
+        # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
+        decodes = batch.replayed or (
+            batch.trees is not None and self.device.type == "cuda" and shape.is_supported
+        )
+        rows = plan_capacity(len(batch.sizes)) if decodes else 0
+        longest = batch.longest if batch.replayed or batch.trees is None else batch.trees.shape[1]
+        key = shape, span, rows, longest, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
