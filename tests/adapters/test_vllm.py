@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, Gemma3TextConfig, LlamaConfig
 
 from tests.adapters.peer_env import run_units
 from tests.adapters.vllm_env import run_vllm
@@ -30,15 +30,30 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WINDOW = 64
+HYBRID: dict[str, Any] = {
+    "engine": {
+        "enable_prefix_caching": True,
+        "mamba_cache_mode": "align",
+        # A step ends at the end of a block, because vLLM's kernels for CPUs cannot write a state inside a step.
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 1,
+    }
+}
+"""Settings of vLLM for a model with recurrent states. A step has as many tokens as a block."""
 
 
 def model_folder(folder: Path, kind: str, seed: int = 0) -> str:
-    """A tiny model with random weights: `full` attention, or `sliding` and full layers."""
+    """A tiny model with random weights: `full` attention, `sliding` and full layers, or `hybrid` layers with Mamba
+    states and full attention.
+    """
     torch.manual_seed(seed)
     config: Any = LlamaConfig(**SIZES)
     if kind == "sliding":
         layers = ["sliding_attention"] * 3 + ["full_attention"]
         config = Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=layers)
+    if kind == "hybrid":
+        states = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
+        config = FalconH1Config(**SIZES, **states, mamba_n_groups=1, mamba_d_conv=4, mamba_chunk_size=64)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / f"{kind}-{seed}")
     return str(folder / f"{kind}-{seed}")
 
@@ -94,3 +109,19 @@ def test_a_broken_tier_never_fails_a_request(kind: str, tmp_path: Path) -> None:
     assert [r["external"] for r in second["rounds"]] == [0] * 4, second
     outcomes = {name.rpartition(" ")[2] for name in second["faults"]}
     assert {"failed", "late", "corrupt"} <= outcomes, second["faults"]
+
+
+def test_a_second_process_resumes_from_stored_states(tmp_path: Path) -> None:
+    model, folder = model_folder(tmp_path, "hybrid"), tmp_path / "kv"
+    extra = {"tiers": [f"disk:{folder}:256MiB"], "load": "always", "load_seconds": 60.0}
+    asked = [prompts(1, 2, tokens=300), prompts(3, tokens=300)]
+    plain = run_vllm(model=model, extra=None, rounds=asked, **HYBRID)
+    first = run_vllm(model=model, extra=extra, rounds=asked, **HYBRID)
+    assert [r["external"] for r in first["rounds"]] == [0, 0]
+    second = run_vllm(model=model, extra=extra, rounds=asked, damage={"1": str(folder)}, **HYBRID)
+    right = [r["tokens"] for r in plain["rounds"]]
+    assert len({tuple(tokens) for tokens in right[0]}) == 2
+    assert [r["tokens"] for r in first["rounds"]] == right
+    assert [r["tokens"] for r in second["rounds"]] == right
+    assert [r["external"] for r in second["rounds"]] == [2 * 256, 0]
+    assert any(name.endswith(" corrupt") for name in second["faults"])

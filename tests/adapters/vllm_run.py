@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own. Reads an order (JSON) and prints the answer.
 
-An order has `model`, a folder; `extra`, the settings of the connector or None; and `rounds`, lists of prompts. A
-prompt has `seed`, `tokens` and `salt`. Between rounds vLLM's own prefix cache is emptied. `faults` sets the faults of
+An order has `model`, a folder; `extra`, the settings of the connector or None; `engine`, more settings of vLLM; and
+`rounds`, lists of prompts. A prompt has `seed`, `tokens` and `salt`. Between rounds vLLM's own prefix cache is emptied. `faults` sets the faults of
 tiers `faulty:URL` before each round, and `damage` names the folder of a disk tier to damage then.
 """
 
@@ -56,7 +56,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
 
     this: Any = import_module("tests.adapters.vllm_run")  # the module of the parser, not __main__
 
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = order.get("engine", {})
     if order["extra"] is not None:
         settings["kv_transfer_config"] = {
             "kv_connector": "KvloomConnector",

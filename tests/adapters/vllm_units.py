@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -30,10 +33,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvloom.adapters.common import EngineVersion, TierPages, of_rank
-from kvloom.adapters.vllm import KvloomTier
+from kvloom.adapters.vllm import KvloomConnector, KvloomTier
 from kvloom.adapters.vllm.block_groups import BlockGroup, block_groups, resume_positions
 from kvloom.adapters.vllm.identity import adapter_identity, model_identity
 from kvloom.adapters.vllm.layer_pages import LayerPages
@@ -41,15 +45,19 @@ from kvloom.adapters.vllm.messages import Answer, Load, Step, Store
 from kvloom.adapters.vllm.request_hashes import RequestHashes, Roots
 from kvloom.adapters.vllm.scheduler_side import SchedulerSide
 from kvloom.adapters.vllm.settings import Settings
+from kvloom.adapters.vllm.shard import Shard, worker_count
 from kvloom.adapters.vllm.tier_events import TierEvents
 from kvloom.adapters.vllm.version import VERSION
 from kvloom.adapters.vllm.worker_side import WorkerSide
 from kvloom.core import hash_chain, root_hash, token_bytes
-from kvloom.tiers import Objects, OpenTier, open_tier
+from kvloom.tiers import Objects, OpenTier, Tier, open_tier, registry
 from kvloom.tiers.testing import Faults, FaultyTier
+from tests.tiers.toy_tier import ToyTier
 
 BLOCK, HEADS, SIZE, BLOCKS, WINDOW = 16, 2, 8, 40, 40
 SHAPE = (HEADS, BLOCK, 2 * SIZE)
+STATES = -1
+STATE_SHAPES = ((3, 8), (4, 16))
 ATTENTION: dict[str, Any] = {
     "block_size": BLOCK,
     "num_kv_heads": HEADS,
@@ -67,13 +75,39 @@ def request(tokens: int = 100, name: str = "r", **others: Any) -> Request:
     return Request(name, ids, SamplingParams(max_tokens=8), None, **others)
 
 
-def cache_config(windows: tuple[int, ...] = (0,)) -> KVCacheConfig:
-    groups = [
-        KVCacheGroupSpec(
-            [f"layer {g}.{i}" for i in range(2)],
-            SlidingWindowSpec(**ATTENTION, sliding_window=w) if w else FullAttentionSpec(**ATTENTION),
+def group_spec(window: int) -> Any:
+    if window == STATES:
+        return MambaSpec(
+            block_size=BLOCK,
+            shapes=STATE_SHAPES,
+            dtypes=(torch.float32, torch.bfloat16),
+            page_size_padded=FullAttentionSpec(**ATTENTION).page_size_bytes,
+            mamba_cache_mode="align",
         )
-        for g, w in enumerate(windows)
+    return SlidingWindowSpec(**ATTENTION, sliding_window=window) if window else FullAttentionSpec(**ATTENTION)
+
+
+def layer_tensors(spec: Any) -> Any:
+    """The tensors of a layer as vLLM makes them. Those of a state are views of one buffer with padded pages."""
+    if not isinstance(spec, MambaSpec):
+        return torch.zeros((BLOCKS, *SHAPE))
+    raw = torch.zeros(BLOCKS * spec.page_size_bytes, dtype=torch.uint8)
+    tensors, start = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        item = dtype.itemsize
+        strides = torch.empty(shape).stride()
+        whole = raw.view(dtype)
+        tensors.append(
+            whole.as_strided((BLOCKS, *shape), (spec.page_size_bytes // item, *strides), start // item)
+        )
+        start += item * int(np.prod(shape))
+    return tensors
+
+
+def cache_config(windows: tuple[int, ...] = (0,)) -> KVCacheConfig:
+    """One group per window: 0 is full attention, STATES is a recurrent state."""
+    groups = [
+        KVCacheGroupSpec([f"layer {g}.{i}" for i in range(2)], group_spec(w)) for g, w in enumerate(windows)
     ]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -96,8 +130,8 @@ class Engine:
     def __post_init__(self) -> None:
         config = cache_config(self.windows)
         self.groups = block_groups(engine_config(), config)
-        self.caches = {
-            name: torch.zeros((BLOCKS, *SHAPE))
+        self.caches: dict[str, Any] = {
+            name: layer_tensors(group.kv_cache_spec)
             for group in config.kv_cache_groups
             for name in group.layer_names
         }
@@ -109,12 +143,18 @@ class Engine:
         self.scheduler = SchedulerSide(given, self.groups, "model", 1)
         self.worker = WorkerSide(given, self.groups, layers, self.tiers)
 
-    def step(self, scheduled: dict[str, int] | None = None, tables: Any = None) -> tuple[set[str], set[str]]:
-        """One step of scheduler and worker. Returns the finished and the failed loads."""
+    def step(
+        self, scheduled: dict[str, int] | None = None, tables: Any = None, states: Any = None
+    ) -> tuple[set[str], set[str]]:
+        """One step of scheduler and worker. Returns the finished and the failed loads. `states` are the blocks of
+        states that the step writes.
+        """
         output: Any = SimpleNamespace(
             num_scheduled_tokens=scheduled or {},
             total_num_scheduled_tokens=sum((scheduled or {}).values()),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: tables[name]),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: tables[name], boundary_state_offloads=states or {}
+            ),
         )
         message = self.scheduler.build_step(output)
         self.worker.begin_compute()
@@ -290,10 +330,14 @@ def test_hashes_of_generated_tokens_follow() -> None:
 
 
 def test_groups_that_cannot_be_stored_are_refused_with_the_reason() -> None:
-    mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
-    config = KVCacheConfig(1, [], [KVCacheGroupSpec(["m"], mamba)])
-    with pytest.raises(ValueError, match="layer m keeps a recurrent state"):
-        block_groups(engine_config(), config)
+    for fields, words in (
+        ({"mamba_cache_mode": "none"}, "only with mamba cache mode 'align', and the mode is 'none'"),
+        ({"mamba_cache_mode": "align", "num_speculative_blocks": 1}, "draft tokens change it"),
+    ):
+        mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), **fields)
+        config = KVCacheConfig(1, [], [KVCacheGroupSpec(["m"], mamba)])
+        with pytest.raises(ValueError, match=words):
+            block_groups(engine_config(), config)
     small = FullAttentionSpec(**{**ATTENTION, "block_size": 8})
     with pytest.raises(ValueError, match="block size 8 is not a multiple of 16"):
         block_groups(engine_config(), KVCacheConfig(1, [], [KVCacheGroupSpec(["a"], small)]))
@@ -303,16 +347,23 @@ def test_groups_that_cannot_be_stored_are_refused_with_the_reason() -> None:
 
 def test_resume_positions_are_those_whose_readable_tokens_are_stored() -> None:
     generator = np.random.default_rng(0)
-    for window, chunk, start, sizes in product((0, 1, 17, 33, 64), (0, 64), (0, 64), ((16, 16), (16, 32))):
+    for window, chunk, start, sizes in product(
+        (0, 1, 17, 33, 64, STATES), (0, 64), (0, 64), ((16, 16), (16, 32))
+    ):
         if window and chunk:
             continue
-        groups = [BlockGroup(0, (), sizes[0]), BlockGroup(1, (), sizes[1], window, chunk)]
+        second = BlockGroup(1, (), sizes[1], window, chunk)
+        if window == STATES:
+            second = BlockGroup(1, (), sizes[1], is_state=True)
+        groups = [BlockGroup(0, (), sizes[0]), second]
         end = start + 256
         found = [generator.random(256 // size) > 0.15 for size in sizes]
         expected = []
         for p in range(start + sizes[1], end + 1, sizes[1]):
             visible = range(start, p) if not chunk else range(max(start, p // chunk * chunk), p)
-            if window:
+            if window == STATES:
+                visible = range(p - sizes[1], p)
+            elif window:
                 visible = range(max(start, p - window + 1), p)
             full = all(found[0][(t - start) // sizes[0]] for t in range(start, p))
             if full and all(found[1][(t - start) // sizes[1]] for t in visible):
@@ -635,24 +686,320 @@ def test_tiers_publish_events_with_vllms_hashes(disk: Any) -> None:
     one.close()
 
 
+# --- recurrent states
+
+
+def store_states(one: Engine) -> dict[int, list[torch.Tensor]]:
+    """Compute a prompt of 100 tokens in chunks, as vLLM does in its align mode. Returns the states by position."""
+    stored, found, computed = request(100), {}, 0
+    one.scheduler.add(stored)
+    for end, block in ((64, 9), (96, 10), (100, 11)):
+        count = -(-end // BLOCK)
+        tables = (list(range(1, count + 1)), [0] * (count - 1) + [block])
+        for name in one.groups[0].layers:
+            one.caches[name][tables[0]] = torch.randn((count, *SHAPE))
+        for tensor in [t for name in one.groups[1].layers for t in one.caches[name]]:
+            tensor[block] = torch.randn(tensor.shape[1:]).to(tensor.dtype)
+        offers = [(1, block, end)] if end % BLOCK == 0 else []
+        one.step({"r": end - computed}, {"r": tables}, {"r": offers})
+        found[end] = [tensor[block].clone() for name in one.groups[1].layers for tensor in one.caches[name]]
+        stored.num_computed_tokens = computed = end
+    return found
+
+
+def loaded_states(other: Engine, expected: int) -> list[torch.Tensor]:
+    """Load a prompt into another engine. Returns the states of the block that vLLM resumes from."""
+    again = request(100, name="again")
+    other.scheduler.add(again)
+    assert other.match(again) == expected
+    count = expected // BLOCK
+    tables = (list(range(20, 20 + count)), [0] * (count - 1) + [30])
+    assert other.load(again, expected, tables) == ({"again"}, set())
+    return [tensor[30] for name in other.groups[1].layers for tensor in other.caches[name]]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_states_come_back_in_another_process(staged: bool, disk: Any) -> None:
+    one = Engine((0, STATES), disk(), staged=staged)
+    stored = store_states(one)
+    assert one.worker.stats.stored_pages == 6 + 2
+    one.close()
+    other = Engine((0, STATES), disk(), staged=staged)
+    for state, loaded in zip(stored[96], loaded_states(other, 96), strict=True):
+        assert torch.equal(state, loaded)
+    assert other.worker.stats.loaded_pages == 6 + 1  # only one state is needed
+    for tensor in [t for name in other.groups[1].layers for t in other.caches[name]]:
+        assert not tensor[[i for i in range(BLOCKS) if i != 30]].any()
+    other.close()
+
+
+def test_a_damaged_state_is_a_miss(disk: Any, tmp_path: Path) -> None:
+    one = Engine((0, STATES), disk())
+    stored = store_states(one)
+    one.close()
+    bad, damaged = stored[96][0].numpy().tobytes(), 0
+    for path in (tmp_path / "kv").rglob("*"):
+        data = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        if (at := data.find(bad)) >= 0:
+            data[at] ^= 1
+            path.write_bytes(data)
+            damaged += 1
+    assert damaged == 1
+    other = Engine((0, STATES), disk())
+    for state, loaded in zip(stored[64], loaded_states(other, 64), strict=True):  # the state before it
+        assert torch.equal(state, loaded)
+    assert any(outcome == "corrupt" for _, _, outcome in other.worker.faults)
+    other.close()
+
+
+def test_states_inside_a_block_and_of_unknown_tokens_are_not_stored(disk: Any) -> None:
+    one = Engine((0, STATES), None)
+    one.scheduler.add(request(40))
+    tables = {"r": ([1, 2, 3], [0, 0, 4])}
+    one.step({"r": 40}, tables, {"r": [(1, 4, 40), (1, 4, 48), (1, 0, 32)], "unknown": [(1, 4, 16)]})
+    assert one.worker.stats.stored_pages == 2  # of the full group
+    one.close()
+
+
+# --- several workers
+
+
+@dataclass
+class Workers:
+    """The connector in a scheduler and in all workers of one engine, with steps as vLLM runs them. All workers use the
+    same tier.
+    """
+
+    folder: Path
+    tier: Tier
+    tensor: int = 1
+    pipeline: int = 1
+    replica: int = 0
+    caches: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        SHARED["tier"] = self.tier
+        registry.SCHEMES["shared"] = f"{__name__}:parse_shared"
+        count = self.tensor * self.pipeline
+        self.scheduler, *self.workers = (
+            KvloomConnector(self._config(rank), role, self._layers(rank))
+            for rank, role in [(0, KVConnectorRole.SCHEDULER)]
+            + [(rank, KVConnectorRole.WORKER) for rank in range(count)]
+        )
+        for rank, worker in enumerate(self.workers):
+            (group,) = self._layers(rank).kv_cache_groups
+            self.caches.append({name: torch.zeros((BLOCKS, *SHAPE)) for name in group.layer_names})
+            worker.register_kv_caches(self.caches[rank])
+        self._outputs = KVOutputAggregator(count)
+
+    def _config(self, rank: int) -> Any:
+        (self.folder / "model.safetensors").write_bytes(b"weights" * 100)
+        model = SimpleNamespace(
+            model=str(self.folder),
+            revision=None,
+            hf_config=SimpleNamespace(to_dict=dict),
+            dtype="float32",
+            quantization=None,
+            seed=0,
+        )
+        extra = {"tiers": ["host:1MiB", "shared:"], "load": "always"}
+        return SimpleNamespace(
+            parallel_config=parallel(self.tensor, self.pipeline, rank, self.replica),
+            cache_config=SimpleNamespace(calculate_kv_scales=False, block_size=BLOCK),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KvloomConnector", kv_role="kv_both", kv_connector_extra_config=extra
+            ),
+            kv_events_config=None,
+            model_config=model,
+            load_config=SimpleNamespace(load_format="auto"),
+            speculative_config=None,
+        )
+
+    def _layers(self, rank: int) -> KVCacheConfig:
+        """Each stage of the pipeline has other layers. The heads of a worker are the same in number."""
+        names = [f"layer {rank // self.tensor}.{i}" for i in range(2)]
+        return KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, FullAttentionSpec(**ATTENTION))])
+
+    def step(self, scheduled: dict[str, int] | None = None, tables: Any = None) -> Any:
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=scheduled or {},
+            total_num_scheduled_tokens=sum((scheduled or {}).values()),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: tables),
+        )
+        message = self.scheduler.build_connector_meta(output)
+        outputs: list[ModelRunnerOutput | None] = []
+        for worker in self.workers:
+            worker.bind_connector_metadata(message)
+            context: Any = None
+            worker.start_load_kv(context)
+            worker.wait_for_save()
+            results = worker.get_transfer_results(set())
+            found = KVConnectorOutput(
+                finished_recving=set(results.finished_recving or ()),
+                failed_recving=set(results.failed_recving or ()),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=found))
+        merged = self._outputs.aggregate(outputs)
+        assert merged is not None
+        assert merged.kv_connector_output is not None
+        self.scheduler.update_connector_output(merged.kv_connector_output)
+        return merged.kv_connector_output
+
+    def store(self, one: Request) -> list[int]:
+        self.scheduler.on_new_request(one)
+        table = list(range(1, one.num_tokens // BLOCK + 2))
+        for caches in self.caches:
+            for cache in caches.values():
+                cache[table] = torch.randn((len(table), *SHAPE))
+        self.step({one.request_id: one.num_tokens}, (table,))
+        return table
+
+    def match(self, one: Request) -> int:
+        self.scheduler.on_new_request(one)
+        until = time.monotonic() + 30
+        while (found := self.scheduler.get_num_new_matched_tokens(one, 0))[0] is None:
+            assert time.monotonic() < until
+            self.step()
+        return int(found[0])
+
+    def load(self, one: Request, tokens: int, table: list[int]) -> Any:
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: (table,))
+        self.scheduler.update_state_after_alloc(one, blocks, tokens)
+        return self.step()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+
+
+class SharedTier(ToyTier):
+    """A store that all workers use, as they use Redis."""
+
+    def close(self) -> None:
+        pass
+
+
+SHARED: dict[str, Tier] = {}
+
+
+def parse_shared(_: str) -> Any:
+    return lambda: SHARED["tier"]
+
+
+def parallel(tensor: int = 1, pipeline: int = 1, rank: int = 0, replica: int = 0, replicas: int = 1) -> Any:
+    """The fields of vLLM's ParallelConfig in one worker. For dense models vLLM sets `data_parallel_size` to 1."""
+    return SimpleNamespace(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        world_size=tensor * pipeline,
+        rank=rank,
+        data_parallel_index=replica,
+        data_parallel_size=replicas,
+        data_parallel_rank=replica if replicas > 1 else 0,
+    )
+
+
+def test_shards_differ_between_the_workers_of_an_engine_and_not_between_replicas() -> None:
+    sizes = [(t, p, r) for t, p in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2)) for r in range(t * p)]
+    shards = [Shard.of(parallel(*size)) for size in sizes]
+    assert len({shard.text for shard in shards}) == len(sizes)
+    replicas = [Shard.of(parallel(2, 1, rank, replica)) for replica in (0, 1) for rank in (0, 1)]
+    assert [shard.process for shard in replicas] == [0, 1, 2, 3]
+    assert [shard.text for shard in replicas[:2]] == [shard.text for shard in replicas[2:]]
+    assert [worker_count(parallel(2, 1, 0, *dp)) for dp in ((0, 1), (1, 1), (0, 2))] == [2, 4, 4]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_every_worker_loads_its_own_shard(tensor: int, pipeline: int, tmp_path: Path) -> None:
+    tier = SharedTier(1 << 24)
+    one = Workers(tmp_path, tier, tensor, pipeline)
+    table = one.store(request(100))
+    one.close()
+    assert len(tier.pages) == 6 * tensor * pipeline
+    other = Workers(tmp_path, tier, tensor, pipeline, replica=1)  # a replica has the same pages
+    again = request(100, name="again")
+    assert other.match(again) == 96
+    into = [i + 20 for i in table]
+    done = other.load(again, 96, into)
+    assert (done.finished_recving, done.failed_recving) == ({"again"}, set())
+    for stored, loaded in zip(one.caches, other.caches, strict=True):
+        for name in stored:
+            assert torch.equal(stored[name][table[:6]], loaded[name][into[:6]])
+    other.close()
+
+
+def test_workers_never_load_pages_of_another_number_of_workers(tmp_path: Path) -> None:
+    tier = SharedTier(1 << 24)
+    one = Workers(tmp_path, tier, tensor=2)
+    one.store(request(100))
+    one.close()
+    for tensor, pipeline in ((1, 1), (1, 2), (4, 1), (2, 2)):
+        other = Workers(tmp_path, tier, tensor, pipeline)
+        assert other.match(request(100, name="other")) == 0
+        other.close()
+
+
+def test_a_hit_ends_before_a_page_that_one_worker_lost(tmp_path: Path) -> None:
+    tier = SharedTier(1 << 24)
+    one = Workers(tmp_path, tier, tensor=2)
+    first = request(100)
+    one.store(first)
+    one.close()
+    form = one.workers[1]._shard.text
+    shard = Workers(tmp_path, tier, tensor=2)
+    hashes = RequestHashes(Roots(model_identity(shard._config(0))).of(first), first).of_blocks(3, 4, BLOCK)
+    forms = [worker.worker._layers.forms[0] for worker in shard.workers]
+    assert forms[1].shard == form != forms[0].shard
+    assert tier.drop(Objects(hashes, 0, forms[1])) == 1
+    again = request(100, name="again")
+    assert shard.match(again) == 48
+    shard.close()
+
+
+def test_a_load_that_fails_on_one_worker_fails_for_the_engine(tmp_path: Path) -> None:
+    tier = SharedTier(1 << 24)
+    one = Workers(tmp_path, tier, tensor=2)
+    table = one.store(request(100))
+    again = request(100, name="again")
+    assert one.match(again) == 96
+    one.workers[1].worker.end("again")
+    done = one.load(again, 96, table)
+    assert (done.finished_recving, done.failed_recving) == ({"again"}, {"again"})
+    one.close()
+
+
+def test_replicas_need_their_own_disks(tmp_path: Path) -> None:
+    config = Workers(tmp_path, SharedTier(1 << 20), replica=1)._config(0)
+    config.kv_transfer_config.kv_connector_extra_config["tiers"] = [f"disk:{tmp_path}:1MiB"]
+    with pytest.raises(ValueError, match=r"write \{rank\} into the path"):
+        KvloomConnector(config, KVConnectorRole.WORKER, cache_config())
+
+
+def test_a_stage_without_layers_of_a_group_is_refused() -> None:
+    empty = KVCacheConfig(1, [], [KVCacheGroupSpec([], FullAttentionSpec(**ATTENTION))])
+    with pytest.raises(ValueError, match=r"group 0 .* has no layer on this stage"):
+        block_groups(engine_config(), empty)
+
+
 # --- the secondary tier of vLLM's own offloading
 
 
-def secondary(folder: Path, memory: np.ndarray, dtype: str = "float16") -> Any:
+def secondary(folder: Path, memory: np.ndarray, dtype: str = "float16", host: str = "host:1MiB") -> Any:
     """A KvloomTier over `memory`, made by vLLM's factory as from a config."""
     config = SimpleNamespace(
         groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("a",))],
         worker_kv_bytes_per_block=memory.shape[1],
         model=SimpleNamespace(name=str(folder), dtype=dtype),
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=SimpleNamespace(tp_size=1, pp_size=1),
+        parallel=SimpleNamespace(tp_size=1, pp_size=1, data_parallel_index=0, data_parallel_size=1),
         canonical_layout=False,
         kv_cache_layout="LBHNC",
     )
     order = {
         "type": "KvloomTier",
         "module_path": "kvloom.adapters.vllm",
-        "tiers": ["host:1MiB", f"disk:{folder / 'kv'}:16MiB"],
+        "tiers": [host, f"disk:{folder / 'kv'}:16MiB"],
         "load_seconds": 2.0,
     }
     spec: Any = SimpleNamespace(config=config)
@@ -681,7 +1028,6 @@ def test_the_secondary_tier_stores_and_loads_chunks(tmp_path: Path) -> None:
     tier = secondary(tmp_path, memory)
     assert isinstance(tier, KvloomTier)
     tier.on_new_request(context)
-    assert tier.lookup(keys[0], context) is LookupResult.RETRY
     assert looked_up(tier, keys[0], context) is LookupResult.MISS
     tier.submit_store(TransferJob(1, keys, np.array([3, 1, 0, 2]), False, context))
     stored = finished(tier)
@@ -697,10 +1043,53 @@ def test_the_secondary_tier_stores_and_loads_chunks(tmp_path: Path) -> None:
     again.submit_load(TransferJob(2, other, np.array([7, 6, 5, 4, 1]), True, context))
     loaded = finished(again)
     assert not loaded.success
-    assert list(loaded.successful_keys) == [keys[0], keys[2], keys[1], keys[3]]
+    assert list(loaded.successful_keys) == keys
     assert (target[[7, 6, 5, 4]] == memory[[3, 1, 0, 2]]).all()
     assert not target[:4].any()
     again.shutdown()
     wrong = secondary(tmp_path, target, dtype="bfloat16")
     assert looked_up(wrong, keys[0], context) is LookupResult.MISS
     wrong.shutdown()
+
+
+def test_a_job_of_the_secondary_tier_may_be_larger_than_host_memory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
+    memory = np.random.default_rng(0).integers(0, 256, (128, 4096), np.uint8)  # 512 KiB
+    context, ids = ReqContext("a"), np.arange(128)
+    keys = [make_offload_key(bytes([i]) * 32, i % 2) for i in range(128)]
+    tier = secondary(tmp_path, memory, host="host:64KiB")
+    tier.submit_store(TransferJob(1, keys, ids, False, context))
+    assert finished(tier).success
+    tier.shutdown()
+    target = np.zeros_like(memory)
+    again = secondary(tmp_path, target, host="host:64KiB")
+    again.submit_load(TransferJob(2, keys, ids[::-1].copy(), True, context))
+    loaded = finished(again)
+    assert loaded.success
+    assert loaded.transfer_bytes == memory.nbytes
+    assert (target[::-1] == memory).all()
+    again.shutdown()
+
+
+def test_a_job_of_the_secondary_tier_that_raises_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
+    memory = np.random.default_rng(0).integers(0, 256, (4, 4096), np.uint8)
+    context, keys = ReqContext("a"), [make_offload_key(b"a" * 32, 0)]
+    tier = secondary(tmp_path, memory)
+
+    def fail(*_: Any) -> Any:
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._pages, "store", fail)
+        patch.setattr(tier._pages, "lookup", fail)
+        tier.submit_store(TransferJob(1, keys, np.array([2]), False, context))
+        assert not finished(tier).success
+        assert looked_up(tier, keys[0], context) is LookupResult.MISS
+    tier.on_request_finished(context)
+    tier.submit_store(TransferJob(2, keys, np.array([2]), False, context))
+    assert finished(tier).success
+    assert looked_up(tier, keys[0], context) is LookupResult.HIT
+    tier.shutdown()

@@ -108,8 +108,8 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Returns medians
-    over many prompts."""
+    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Each worker has
+    four open requests. Returns medians over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
@@ -119,7 +119,10 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
     names = [f"w{i}" for i in range(workers)]
     for name in names:
         index.add(name)
-        scorer.loads[name] = WorkerLoad(1_000_000, speed)
+        scorer.loads[name] = load = WorkerLoad(1_000_000, speed)
+        for number, tokens in enumerate(rng.integers(16, 16 * blocks, 4).tolist()):
+            load.sent(number, tokens, tokens, 0.0)
+        load.first_token(0, 0.0)  # the other requests wait
     root, none = root_hash("m"), raw_tokens(b"")
     prompts = [rng.integers(0, 100_000, blocks * 16).astype(np.int32) for _ in range(8)]
     hashes = [wire_hashes(hash_chain(root, token_bytes(prompt))) for prompt in prompts]
@@ -134,7 +137,7 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
         chain = hashes[i % len(hashes)]
         began = time.perf_counter()
         lengths = index.lengths(chain)
-        scorer.choose(blocks * 16, lengths, names, float(i))
+        scorer.choose(blocks * 16, lengths, names, 1e-3 * i)
         times.append(time.perf_counter() - began)
         began = time.perf_counter()
         wire_hashes(hash_chain(root, token_bytes(prompts[i % len(hashes)])))

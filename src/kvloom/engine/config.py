@@ -136,6 +136,8 @@ class EngineConfig:
     """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
     kv_events_tier_tokens: bool = False
     """Whether events of tiers also contain parents and token ids, for Dynamo. Costs about 300 bytes per block."""
+    kv_events_key: str | None = None
+    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means plain events."""
 
     @property
     def objective(self) -> Objective:
@@ -184,6 +186,8 @@ class EngineConfig:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
+        if self.kv_events_key is not None and self.kv_events is None:
+            raise ValueError("kv_events_key needs kv_events: give the address of the events, too")
         _ = self.event_settings, self.objective  # raise for invalid values
 
     def _check_proposers(self) -> None:
@@ -211,6 +215,7 @@ class EngineConfig:
             self.kv_events_topic,
             self.kv_events_encoding,
             self.kv_events_tier_tokens,
+            key=self.kv_events_key,
         )
 
 

@@ -118,6 +118,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --kv-events: events as maps (vLLM 0.32) or as arrays (earlier vLLM, llm-d) (default: map)")  # fmt: skip
     add("--kv-events-tier-tokens", action="store_true",
         help="with --kv-events: events of tiers also contain parents and token ids, for Dynamo's indexer")  # fmt: skip
+    add("--kv-events-key", metavar="FILE",
+        help="with --kv-events: file with CURVE keys; only routers with the same keys get events (default: plain; docs/cluster.md)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("objectives (docs/admission.md)").add_argument

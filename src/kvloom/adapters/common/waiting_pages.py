@@ -61,10 +61,12 @@ class WaitingPages:
         self._wait(lambda: lookup.done)
         return lookup.found
 
-    def load(self, objects: Objects, copy: Copy) -> Mask:
+    def load(self, objects: Objects, copy: Copy, deadline: float | None = None) -> Mask:
         """Load objects into host memory, and call `copy` for the objects that host memory then has. Returns, for each
-        object, whether it was copied."""
-        deadline = time.monotonic() + self._seconds
+        object, whether it was copied. `deadline` replaces the longest time of a load.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self._seconds
         copied = np.zeros(len(objects), bool)
         for first, batch in self._split(objects):
             self._fetch(batch, deadline)

@@ -1,7 +1,8 @@
 """Block size, window and resume rule of vLLM's KV cache groups.
 
-A prompt resumes at position p if every full group has all blocks before p, and every windowed group has the blocks
-that token p can read. kvloom's own resume rule is the same, for its own layouts (`core/prefix/resume_rule.py`).
+A prompt resumes at position p if every full group has all blocks before p, every windowed group has the blocks that
+token p can read, and every state group has the state after exactly p tokens. vLLM keeps this state in the block that
+ends at p. kvloom's own resume rule is the same, for its own layouts (`core/prefix/resume_rule.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
     KVCacheSpecKind,
+    MambaSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
     iter_layer_specs,
@@ -37,7 +39,8 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
     """One KV cache group. `window` is the number of tokens that a query sees, including its own token. `chunk` is
-    the number of tokens in a chunk of chunked local attention. If both are 0, the group has full attention.
+    the number of tokens in a chunk of chunked local attention. With `is_state`, a block contains the recurrent state
+    after its last token. Otherwise, if `window` and `chunk` are 0, the group has full attention.
     """
 
     index: int
@@ -46,9 +49,17 @@ class BlockGroup:
     window: int = 0
     chunk: int = 0
     kind: str = KVCacheSpecKind.FULL_ATTENTION.value
+    is_state: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a token can read all blocks before it."""
+        return not self.window and not self.chunk and not self.is_state
 
     def first_block(self, position: int) -> int:
         """Return the first block that the token at `position` can read."""
+        if self.is_state:
+            return max(0, position // self.block_tokens - 1)
         first = 0
         if self.window:
             first = max(0, position - self.window + 1)
@@ -82,19 +93,31 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind = get_kv_cache_spec_kind(spec)
+        if not group.layer_names:
+            raise ValueError(
+                f"KV cache group {index} ({kind.value}) has no layer on this stage of the pipeline, so it has no pages: "
+                "use a smaller --pipeline-parallel-size"
+            )
         window = chunk = 0
         if kind is KVCacheSpecKind.SLIDING_WINDOW:
             window = _window(spec)
         elif kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
             chunk = _chunk(spec)
+        elif kind is KVCacheSpecKind.MAMBA:
+            _check_states(spec, group.layer_names[0])
         elif kind not in _FULL:
-            raise ValueError(_refusal(kind, group.layer_names[0]))
+            raise ValueError(
+                f"layer {group.layer_names[0]} has KV of kind {kind.value}, which kvloom's connector cannot store: "
+                "remove the connector"
+            )
         if spec.block_size % HASH_TOKENS:
             raise ValueError(
                 f"block size {spec.block_size} is not a multiple of {HASH_TOKENS}: use --block-size {HASH_TOKENS}, "
                 "or a multiple"
             )
-        found.append(BlockGroup(index, tuple(group.layer_names), spec.block_size, window, chunk, kind.value))
+        is_state = kind is KVCacheSpecKind.MAMBA
+        names = tuple(group.layer_names)
+        found.append(BlockGroup(index, names, spec.block_size, window, chunk, kind.value, is_state))
     if not found:
         raise ValueError("this model has no KV cache, so there is nothing to store: remove the KV connector")
     return tuple(found)
@@ -122,13 +145,20 @@ def _only(sizes: set[int], name: str) -> int:
     return int(sizes.pop())
 
 
-def _refusal(kind: KVCacheSpecKind, layer: str) -> str:
-    if kind is KVCacheSpecKind.MAMBA:
-        return (
-            f"layer {layer} keeps a recurrent state, and vLLM overwrites it in place, so it has no block to store; "
-            "serve this model with `kvloom serve`, which stores states, or without the connector"
-        )
-    return f"layer {layer} has KV of kind {kind.value}, which kvloom's connector cannot store: remove the connector"
+def _check_states(spec: KVCacheSpec, layer: str) -> None:
+    """Raises ValueError if vLLM does not keep the states of a group at the ends of blocks."""
+    for one in iter_layer_specs(spec):
+        assert isinstance(one, MambaSpec)
+        if one.mamba_cache_mode != "align":
+            raise ValueError(
+                f"layer {layer} has a recurrent state, which can be stored only with mamba cache mode 'align', and the "
+                f"mode is {one.mamba_cache_mode!r}: use --enable-prefix-caching --mamba-cache-mode align"
+            )
+        if one.num_speculative_blocks:
+            raise ValueError(
+                f"layer {layer} has a recurrent state, and draft tokens change it before they are accepted: "
+                "remove --speculative-config, or the connector"
+            )
 
 
 def common_block_tokens(groups: Sequence[BlockGroup]) -> int:
@@ -142,10 +172,10 @@ def resume_positions(groups: Sequence[BlockGroup], start: int, end: int, found: 
     """
     step = common_block_tokens(groups)
     for group, mask in zip(groups, found, strict=True):
-        if not group.window and not group.chunk:
+        if group.is_full:
             stored = len(mask) if mask.all() else int(np.argmin(mask))
             end = min(end, start + stored * group.block_tokens)
-    windowed = [(g, mask) for g, mask in zip(groups, found, strict=True) if g.window or g.chunk]
+    windowed = [(g, mask) for g, mask in zip(groups, found, strict=True) if not g.is_full]
     return [
         position
         for position in range(start + step, end + 1, step)

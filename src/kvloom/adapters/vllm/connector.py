@@ -24,6 +24,7 @@ from .layer_pages import LayerPages
 from .messages import Answers, Step
 from .scheduler_side import SchedulerSide
 from .settings import Settings
+from .shard import Shard, worker_count
 from .tier_events import TierEvents
 from .worker_side import WorkerSide
 
@@ -55,11 +56,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
-        workers = parallel.world_size * parallel.data_parallel_size
-        self._settings = Settings.parse(transfer.kv_connector_extra_config, workers)
+        self._settings = Settings.parse(transfer.kv_connector_extra_config, worker_count(parallel))
         self._groups = block_groups(vllm_config, kv_cache_config)
-        self._rank, self._world_size = parallel.rank, parallel.world_size
-        self._global_rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        self._shard, self._world_size = Shard.of(parallel), parallel.world_size
         published = vllm_config.kv_events_config
         self._publishes = published is not None and published.enable_kv_cache_events
         hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
@@ -141,11 +140,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        shard = f"rank {self._rank} of {self._world_size}"
-        layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, shard)
+        """Open the tiers. A layer with a recurrent state has a list of tensors, unlike vLLM's annotation."""
+        layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, self._shard.text)
         largest = max(form.page_bytes for form in layers.forms)
-        tiers = TierPages(self._settings.tiers, largest, self._global_rank, pin=layers.device.type == "cuda")
-        events = self._publishes and self._rank == 0
+        pin = layers.device.type == "cuda"
+        tiers = TierPages(self._settings.tiers, largest, self._shard.process, pin=pin)
+        events = self._publishes and self._shard.rank == 0
         self._worker = WorkerSide(self._settings, self._groups, layers, tiers, events)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -2,6 +2,8 @@
 
     layer tensors, one row per block  <──>  one page per block and group in the arena: the rows of all its layers
 
+A layer with a recurrent state has several tensors, such as those of its convolution and of its state.
+
 On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate stream.
 """
 
@@ -35,18 +37,20 @@ MIN_CHECKED_BYTES = 32 * 1024
 """Layers with fewer bytes than this share one checksum per page."""
 Offsets = npt.NDArray[np.int64]
 IsDone = Callable[[], bool]
+LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. On a CPU, `memory` is the
-    whole storage of the tensor.
+    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole
+    storage of the tensor.
     """
 
     rows: torch.Tensor
     memory: npt.NDArray[np.uint8] | None
     base: int
     stride: int
+    dtype: str
     text: str
 
     @property
@@ -63,15 +67,13 @@ class LayerPages:
         self,
         groups: Sequence[BlockGroup],
         config: KVCacheConfig,
-        kv_caches: Mapping[str, torch.Tensor],
+        kv_caches: LayerTensors,
         shard: str,
         staged: bool = False,
     ) -> None:
         self._layers = [_group_layers(group, config, kv_caches) for group in groups]
         self.device = self._layers[0][0].rows.device
-        self.forms = [
-            _form(group, layers, kv_caches, shard) for group, layers in zip(groups, self._layers, strict=True)
-        ]
+        self.forms = [_form(group, layers, shard) for group, layers in zip(groups, self._layers, strict=True)]
         self._staged = staged or self.device.type != "cpu"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -148,26 +150,29 @@ def _done() -> bool:
     return True
 
 
-def _group_layers(
-    group: BlockGroup, config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> list[_Layer]:
+def _group_layers(group: BlockGroup, config: KVCacheConfig, kv_caches: LayerTensors) -> list[_Layer]:
     spec = config.kv_cache_groups[group.index].kv_cache_spec
     specs: Mapping[str, KVCacheSpec] = (
         spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     )
     layers: dict[int, _Layer] = {}
     for name in group.layers:
-        tensor = group_kernel_blocks(kv_caches[name], config.num_blocks)
-        layer = _layer(name, tensor, specs.get(name, spec))
-        layers.setdefault(tensor.data_ptr(), layer)  # layers that share their KV are stored once
+        found = kv_caches[name]
+        for each in [found] if isinstance(found, torch.Tensor) else found:
+            tensor = group_kernel_blocks(each, config.num_blocks)
+            layer = _layer(name, tensor, specs.get(name, spec))
+            layers.setdefault(tensor.data_ptr(), layer)  # layers that share their KV are stored once
     return list(layers.values())
 
 
 def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
-    """Return a layer as a matrix with one row of bytes per block. Raises ValueError if the bytes of a block are not
-    contiguous."""
-    assert isinstance(spec, AttentionSpec)
-    size, item = spec.unpadded_page_size_bytes, tensor.element_size()
+    """Return a tensor as a matrix with one row of bytes per block. Raises ValueError if the bytes of a block are not
+    contiguous.
+    """
+    item = tensor.element_size()
+    size = tensor[0].numel() * item
+    if isinstance(spec, AttentionSpec):
+        size = spec.unpadded_page_size_bytes
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     if span * item > size:
         raise ValueError(
@@ -179,24 +184,23 @@ def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     rows = memory.as_strided((tensor.shape[0], size), (stride, 1), base)
     text = f"{name} {tensor.dtype} {tuple(tensor.shape[1:])} {tuple(tensor.stride()[1:])}"
-    return _Layer(rows, memory.numpy() if tensor.device.type == "cpu" else None, base, stride, text)
+    on_cpu = memory.numpy() if tensor.device.type == "cpu" else None
+    return _Layer(rows, on_cpu, base, stride, str(tensor.dtype).removeprefix("torch."), text)
 
 
-def _form(
-    group: BlockGroup, layers: Sequence[_Layer], kv_caches: Mapping[str, torch.Tensor], shard: str
-) -> Form:
+def _form(group: BlockGroup, layers: Sequence[_Layer], shard: str) -> Form:
     """Return the form of a group's pages. Two workers have the same form only if every byte of a page is at the same
     offset on both.
     """
     sizes = {layer.bytes for layer in layers}
     total = sum(layer.bytes for layer in layers)
+    kind = "states" if group.is_state else f"window {group.window} chunk {group.chunk}"
     single = len(sizes) > 1 or min(sizes) < MIN_CHECKED_BYTES
     return Form(
-        dtype=str(kv_caches[group.layers[0]].dtype).removeprefix("torch."),
+        dtype=layers[0].dtype,
         order="vllm",
         page_bytes=total,
         run_bytes=total if single else min(sizes),
         shard=shard,
-        layout=f"window {group.window} chunk {group.chunk}, blocks of {group.block_tokens}: "
-        + "; ".join(layer.text for layer in layers),
+        layout=f"{kind}, blocks of {group.block_tokens}: " + "; ".join(layer.text for layer in layers),
     )

@@ -149,6 +149,8 @@ class SchedulerSide:
                 state = self._requests.get(request_id)
                 if state is not None:
                     self._store(state, tokens, output, step)
+            if any(group.is_state for group in self._groups):
+                self._store_states(output, step)
         return step
 
     def _store(self, state: _State, tokens: int, output: SchedulerOutput, step: Step) -> None:
@@ -166,6 +168,8 @@ class SchedulerSide:
         if tables is None:
             return
         for group, table in zip(self._groups, tables, strict=True):
+            if group.is_state:
+                continue
             at = range(first // group.block_tokens, stop // group.block_tokens)
             if not at:
                 continue
@@ -179,6 +183,26 @@ class SchedulerSide:
             if pairs:
                 step.stores.append(Store(group.index, [p[0] for p in pairs], [p[1] for p in pairs]))
         state.stored = stop
+
+    def _store_states(self, output: SchedulerOutput, step: Step) -> None:
+        """Add the states that this step writes at the ends of blocks. vLLM names their blocks, and reuses such a block
+        in a later step.
+        """
+        if output.kv_connector_block_state is None:
+            return
+        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            for number, block, end in offers:
+                group = self._groups[number]
+                index = end // group.block_tokens - 1
+                if not block or end % group.block_tokens or end > state.request.num_tokens:
+                    continue  # inside a block, or after a token that is not known yet
+                (name,) = state.hashes.of_blocks(index, index + 1, group.block_tokens)
+                if self._events is not None:
+                    self._events.remember(number, name, state.request, index)
+                step.stores.append(Store(number, [name], [block]))
 
     def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
         """Record the answers of the workers. A request whose load failed loads nothing more from

@@ -1,11 +1,13 @@
 """KvloomTier: kvloom's tiers behind vLLM's own CPU offloading (`TieringOffloadingSpec`), selected by `module_path`.
 
 vLLM copies blocks between the GPU and its CPU memory. This tier copies chunks of that CPU memory to and from kvloom's
-tiers. vLLM's scheduler calls it, so no call may wait. One thread owns the tiers and copies the bytes.
+tiers. vLLM's scheduler calls it, so no call may wait. Threads wait for the tiers and copy the bytes.
 
-    lookup ──> queue ──> thread: TierLookup ──> HIT or MISS at a later call; RETRY until then
-    submit_store ──> queue ──> thread: copy to host memory, queues of the other tiers ──> get_finished_jobs
-    submit_load ──> queue ──> thread: FetchJob, copy from host memory ──> get_finished_jobs
+    lookup ──> thread: WaitingPages.lookup ──> HIT or MISS at a later call; RETRY until then
+    submit_store ──> thread: WaitingPages.store ──> get_finished_jobs
+    submit_load ──> thread: WaitingPages.load ──> get_finished_jobs
+
+A job may be larger than kvloom's host memory: `WaitingPages` splits it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -31,11 +34,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvloom.adapters.common import TierPages, weights_digest
+from kvloom.adapters.common import TierPages, WaitingPages, weights_digest
 from kvloom.core import HASH_BYTES, root_hash
-from kvloom.tiers import Form, Objects, Outcome
+from kvloom.tiers import Form, Objects
 from kvloom.tiers.host import copy_pages
-from kvloom.tiers.transfers import FetchJob, TierLookup
 
 from .settings import Settings
 
@@ -47,22 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["KvloomTier"]
 
 log = logging.getLogger("kvloom.vllm")
-POLL_SECONDS = 0.002
+LOAD_THREADS = 4
 DRAIN_SECONDS = 60.0
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load job of vLLM, as the thread runs it. For each group, `objects` are its pages in the tiers, and `rows`
-    are the numbers of the chunks of vLLM's CPU memory to fill.
-    """
-
-    job: TransferJob
-    objects: list[Objects]
-    rows: list[list[int]]
-    keys: list[list[OffloadKey]]
-    lookup: TierLookup
-    fetch: FetchJob | None = None
+SHUTDOWN_SECONDS = 30.0
 
 
 class KvloomTier(SecondaryTierManager):
@@ -85,24 +74,22 @@ class KvloomTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings = Settings.parse({"tiers": list(tiers), "load_seconds": load_seconds})
         config = offloading_spec.config
+        replica = config.parallel.data_parallel_index
+        processes = max(config.parallel.data_parallel_size, replica + 1)  # one scheduler for each replica
+        settings = Settings.parse({"tiers": list(tiers), "load_seconds": load_seconds}, processes)
         self._root, self._form = _root(config), _form(config, self.block_size_bytes)
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self._seconds = settings.load_seconds
-        self._tiers = TierPages(settings.tiers, self.block_size_bytes)
-        self._found: dict[
-            str, dict[OffloadKey, bool | None]
-        ] = {}  # by request: whether a tier has each key, or None during the lookup
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lookups: list[tuple[TierLookup, list[list[tuple[str, OffloadKey]]]]] = []
-        self._asked: list[tuple[str, OffloadKey]] = []
-        self._loads: list[_Load] = []
+        self._pages = WaitingPages(TierPages(settings.tiers, self.block_size_bytes, replica), self._seconds)
+        self._lookups = ThreadPoolExecutor(1, "kvloom-vllm-lookup")
+        self._stores = ThreadPoolExecutor(1, "kvloom-vllm-store")
+        self._loads = ThreadPoolExecutor(LOAD_THREADS, "kvloom-vllm-load")
+        self._found: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None while it is looked up
+        self._asked: list[tuple[str, OffloadKey]] = []  # not looked up yet
         self._results: SimpleQueue[JobResult] = SimpleQueue()
         self._open_jobs = 0
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvloom-vllm-tier", daemon=True)
-        self._thread.start()
+        self._changed = threading.Condition()  # guards _asked and _open_jobs
 
     # --- called by vLLM's scheduler
 
@@ -113,8 +100,11 @@ class KvloomTier(SecondaryTierManager):
         found = self._found.setdefault(req_context.req_id, {})
         if key not in found:
             found[key] = None
-            item = (req_context.req_id, key)
-            self._orders.put(lambda: self._asked.append(item))
+            with self._changed:
+                self._asked.append((req_context.req_id, key))
+                is_first = len(self._asked) == 1
+            if is_first:  # the thread looks up all keys that are asked until it runs
+                self._lookups.submit(self._look_up)
         answer = found[key]
         if answer is None:
             return LookupResult.RETRY
@@ -124,15 +114,17 @@ class KvloomTier(SecondaryTierManager):
         self._found.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(lambda: self._store(job_metadata), job_metadata)
+        self._submit(self._stores, self._store, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(lambda: self._start_load(job_metadata), job_metadata)
+        self._submit(self._loads, self._load, job_metadata)
 
-    def _submit(self, order: Callable[[], None], job: TransferJob) -> None:
+    def _submit(
+        self, threads: ThreadPoolExecutor, call: Callable[[TransferJob], JobResult], job: TransferJob
+    ) -> None:
         with self._changed:
             self._open_jobs += 1
-        self._orders.put(lambda: self._guarded(job, order))
+        threads.submit(self._run, call, job)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -152,34 +144,26 @@ class KvloomTier(SecondaryTierManager):
                 raise TimeoutError(f"{self._open_jobs} jobs did not end within {DRAIN_SECONDS:g} seconds")
 
     def shutdown(self) -> None:
-        """Write pending pages to the tiers, and close the tiers."""
-        if self._thread.is_alive():
-            self._orders.put(None)
-            self._thread.join(30)
+        """Write pending pages to the tiers, in bounded time, and close the tiers."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open_jobs, SHUTDOWN_SECONDS)
+        for threads in (self._lookups, self._stores, self._loads):
+            threads.shutdown(cancel_futures=True)
+        self._pages.close()
 
-    # --- the thread
+    # --- threads
 
-    def _run(self) -> None:
-        while True:
-            try:
-                order = self._orders.get(timeout=POLL_SECONDS if self._lookups or self._loads else None)
-                while order is not None:
-                    order()
-                    order = self._orders.get_nowait()
-                break
-            except Empty:
-                pass
-            self._start_lookups()
-            self._poll()
-        self._tiers.close()
-
-    def _guarded(self, job: TransferJob, call: Callable[[], None]) -> None:
-        """Run `call` for a job. If it raises, the job fails, and the thread continues."""
+    def _run(self, call: Callable[[TransferJob], JobResult], job: TransferJob) -> None:
+        """Run a job. If it raises, the job fails, and the thread continues."""
         try:
-            call()
+            result = call(job)
         except Exception:
             log.exception("job %s failed; its chunks are recomputed", job.job_id)
-            self._finish(JobResult(job.job_id, success=False, successful_keys=()))
+            result = JobResult(job.job_id, success=False, successful_keys=())
+        self._results.put(result)
+        with self._changed:
+            self._open_jobs -= 1
+            self._changed.notify_all()
 
     def _batches(self, keys: Collection[OffloadKey]) -> tuple[list[Objects], list[list[int]]]:
         """Return the objects of `keys`, one batch per group, and for each batch the indices of its objects in `keys`."""
@@ -195,87 +179,55 @@ class KvloomTier(SecondaryTierManager):
     def _hash(self, key: OffloadKey) -> bytes:
         return blake2b(self._root + get_offload_block_hash(key), digest_size=HASH_BYTES).digest()
 
-    def _start_lookups(self) -> None:
-        asked, self._asked = self._asked, []
-        if asked:
-            objects, positions = self._batches([key for _, key in asked])
-            items = [[asked[i] for i in at] for at in positions]
-            self._lookups.append((self._tiers.manager.lookup(objects), items))
-
-    def _poll(self) -> None:
-        for lookup, items in [entry for entry in self._lookups if entry[0].done]:
-            self._lookups.remove((lookup, items))
-            for mask, batch in zip(lookup.found, items, strict=True):
-                for (request_id, key), there in zip(batch, mask.tolist(), strict=True):
-                    found = self._found.get(request_id)
-                    if found is not None:
-                        found[key] = there
-        for load in list(self._loads):
-            if load.fetch is None and load.lookup.done:
-                missing = [
-                    Objects(
-                        [n for n, there in zip(o.block_hashes, mask.tolist(), strict=True) if not there],
-                        o.group,
-                        o.form,
-                    )
-                    for o, mask in zip(load.objects, load.lookup.in_host, strict=True)
-                ]
-                deadline = time.monotonic() + self._seconds
-                load.fetch = self._tiers.manager.fetch(missing, load.lookup.queue_of, deadline)
-            if load.fetch is not None and load.fetch.done:
-                self._loads.remove(load)
-                self._guarded(load.job, lambda load=load: self._copy_loaded(load))  # type: ignore[misc]
-
-    def _store(self, job: TransferJob) -> None:
-        began, size = time.monotonic(), self.block_size_bytes
-        ids = np.asarray(job.chunk_ids, np.int64)
-        objects, positions = self._batches(job.keys)
-        complete = True
-        for batch, at in zip(objects, positions, strict=True):
-            lease = self._tiers.host.reserve(batch)
-            fresh = np.flatnonzero(lease.results == Outcome.PENDING)
-            copy_pages(self._tiers.arena, lease.offsets[fresh], self._chunks, ids[at][fresh] * size, size)
-            full = lease.results == Outcome.FULL
-            lease.release(True)
-            complete = complete and not full.any()
-            names = [name for name, lost in zip(batch.block_hashes, full.tolist(), strict=True) if not lost]
-            self._tiers.manager.write_to_tiers(Objects(names, batch.group, batch.form), used=False)
-        self._finish(JobResult(job.job_id, complete, None, time.monotonic() - began, len(ids) * size))
-
-    def _start_load(self, job: TransferJob) -> None:
-        objects, positions = self._batches(job.keys)
-        keys, ids = list(job.keys), np.asarray(job.chunk_ids).tolist()
-        self._loads.append(
-            _Load(
-                job,
-                objects,
-                [[ids[i] for i in at] for at in positions],
-                [[keys[i] for i in at] for at in positions],
-                self._tiers.manager.lookup(objects),
-            )
-        )
-
-    def _copy_loaded(self, load: _Load) -> None:
-        size, loaded = self.block_size_bytes, []
-        for batch, rows, keys in zip(load.objects, load.rows, load.keys, strict=True):
-            lease = self._tiers.host.acquire(batch)
-            there = np.flatnonzero(lease.results == Outcome.OK)
-            to = np.asarray(rows, np.int64)[there] * size
-            copy_pages(self._chunks, to, self._tiers.arena, lease.offsets[there], size)
-            lease.release(False)
-            loaded += [keys[i] for i in there.tolist()]
-            self._tiers.manager.write_to_tiers(batch.take(there), used=True)
-        complete = len(loaded) == len(load.job.keys)
-        took = time.monotonic() - load.job.submit_time
-        self._finish(
-            JobResult(load.job.job_id, complete, None if complete else loaded, took, len(loaded) * size)
-        )
-
-    def _finish(self, result: JobResult) -> None:
-        self._results.put(result)
+    def _look_up(self) -> None:
         with self._changed:
-            self._open_jobs -= 1
-            self._changed.notify_all()
+            asked, self._asked = self._asked, []
+        objects, positions = self._batches([key for _, key in asked])
+        try:
+            masks = self._pages.lookup(objects)
+        except Exception:
+            log.exception("a lookup failed; its %d chunks are misses", len(asked))
+            masks = [np.zeros(len(batch), bool) for batch in objects]
+        for mask, at in zip(masks, positions, strict=True):
+            for i, there in zip(at, mask.tolist(), strict=True):
+                request_id, key = asked[i]
+                found = self._found.get(request_id)
+                if found is not None:
+                    found[key] = there
+
+    def _store(self, job: TransferJob) -> JobResult:
+        began, complete = time.monotonic(), True
+        for objects, at in zip(*self._batches(job.keys), strict=True):
+            stored = self._pages.store(objects, self._copy(job.chunk_ids[at], to_tiers=True))
+            complete = complete and bool(stored.all())
+        size = len(job.keys) * self.block_size_bytes
+        return JobResult(job.job_id, complete, None, time.monotonic() - began, size)
+
+    def _load(self, job: TransferJob) -> JobResult:
+        keys, deadline = list(job.keys), job.submit_time + self._seconds
+        loaded = np.zeros(len(keys), bool)
+        for objects, at in zip(*self._batches(keys), strict=True):
+            loaded[at] = self._pages.load(objects, self._copy(job.chunk_ids[at], to_tiers=False), deadline)
+        complete, there = bool(loaded.all()), [keys[i] for i in np.flatnonzero(loaded).tolist()]
+        took, size = time.monotonic() - job.submit_time, len(there) * self.block_size_bytes
+        return JobResult(job.job_id, complete, None if complete else there, took, size)
+
+    def _copy(
+        self, chunk_ids: npt.NDArray[np.int64], to_tiers: bool
+    ) -> Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]:
+        """Return a function that copies chunks between vLLM's CPU memory and kvloom's host memory. It is called with
+        indices in `chunk_ids`, and with offsets in the arena.
+        """
+        size = self.block_size_bytes
+
+        def copy(which: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> None:
+            places = chunk_ids[which].astype(np.int64) * size
+            if to_tiers:
+                copy_pages(self._pages.tiers.arena, offsets, self._chunks, places, size)
+            else:
+                copy_pages(self._chunks, places, self._pages.tiers.arena, offsets, size)
+
+        return copy
 
 
 def _root(config: OffloadingConfig) -> bytes:

@@ -5,6 +5,7 @@
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
 | attention         | the attention function of every layer; `install` prepares a model for it       |
+| latents           | MLA attention of long prompts, with expanded keys and values                   |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
