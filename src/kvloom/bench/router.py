@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -24,9 +22,10 @@ import numpy as np
 
 from kvloom.arguments import whole
 
+from .fleet import Process, free_port, ready
 from .router_load import loop_factory, send_load
 
-__all__ = ["Process", "free_port", "main", "ready"]
+__all__ = ["main"]
 
 BLOCKS_PER_EVENT = 32
 EVENTS_PER_BATCH = 16
@@ -207,40 +206,3 @@ def _cpu_seconds(pid: int) -> float:
     except OSError:
         return float("nan")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def ready(session: Any, url: str, seconds: float = 60.0) -> None:
-    """Wait until a URL answers with status 200."""
-    async with asyncio.timeout(seconds):
-        while True:
-            try:
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                pass
-            await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
-
-
-class Process:
-    """A child process that ends with the `with` block."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(self._command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
