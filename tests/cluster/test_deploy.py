@@ -201,6 +201,7 @@ def ray_head(python: str) -> Iterator[str]:
                 command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **TOKEN}
             )
         try:
+            until(lambda: "Ray runtime started" in (Path(folder) / "head.log").read_text())
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
