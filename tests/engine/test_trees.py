@@ -171,6 +171,8 @@ def assert_pages_of_a_prompt(engine: Engine, tokens: list[int], near: float = 1e
     for name, (first, x) in ours.items():
         other_first, other = theirs[name]
         seen = slice(max(first, other_first), min(len(x), len(other)))
+        if seen.start == seen.stop and first == len(x):
+            continue  # a chunk has just ended
         assert seen.start < seen.stop
         torch.testing.assert_close(x[seen].float(), other[seen].float(), atol=near, rtol=near)
 

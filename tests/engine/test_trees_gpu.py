@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {"head_dim": 64, "sliding_window": 8},
     "llama4_text": {"head_dim": 64},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 99},
 }
 
 

@@ -19,7 +19,14 @@ from torch import nn
 from kvloom.models.specs import ModelError
 
 from .cross_attention import wrap_cross_attention
-from .family_exceptions import absorb_latent, calls_registry, keeps_latents, prepare, up_projection
+from .family_exceptions import (
+    absorb_latent,
+    calls_registry,
+    keep_latents,
+    keeps_latents,
+    prepare,
+    up_projection,
+)
 from .mixers import is_mixer, wrap_mixer
 from .pages import PAGES_BY_HANDLE, Pages
 
@@ -134,6 +141,8 @@ def install(model: Any, context: int | None = None) -> None:
         )
     for module in model.modules():
         wrap_cross_attention(module)
+        if keeps_latents(module):
+            keep_latents(module)
     prepare(model, context)
     config = model.config
     text = config.get_text_config()

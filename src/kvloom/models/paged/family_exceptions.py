@@ -25,6 +25,7 @@ __all__ = [
     "add_mask_names",
     "calls_registry",
     "fix_rope_frequencies",
+    "keep_latents",
     "keeps_latents",
     "prepare",
     "refusal_reason",
@@ -63,14 +64,19 @@ def prepare(model: Any, context: int | None = None) -> None:
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
-        if keeps_latents(module) and hasattr(module, "expand_kv"):
-            module.expand_kv = _latents_only  # our attention expands latents, or does not need it
     fix_rope_frequencies(model, context)
     add_mask_names(model)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def keep_latents(module: Any) -> None:
+    """Let an MLA module pass latents to attention. Our attention reads latents in pages, so the module need not expand
+    them to keys and values."""
+    if hasattr(module, "expand_kv"):
+        module.expand_kv = _latents_only
 
 
 def _latents_only(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
