@@ -295,7 +295,8 @@ def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton version of `fused.apply_rotary` for a batch of size 1, [1, heads, tokens, dim]. Outputs are stored as
-    [tokens, heads, dim]. The norms, if given, must have the same eps and form.
+    [tokens, heads, dim]. `norms`, if given, holds the norm of q and the norm of k. Both must have the same eps and
+    form.
     """
     _, heads, tokens, dim = q.shape
     kv_heads, half = k.shape[1], dim // 2

@@ -141,8 +141,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """Two arrays: the index of each token's sequence, and the number of tokens that each token sees. None
-        unless each sequence has one new token, with or without drafts."""
+        """Two arrays: the index of each token's sequence, and the number of tokens that each token sees. None if a
+        sequence has several new tokens that are not drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
