@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and the quick tests (about 12 minutes on two cores)
+test: setup lint ## lint, formatting, types and the quick tests (about 9 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
 # Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.

@@ -47,6 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rounds", type=int, default=2, help="draft tokens that training follows")
     add("--tokens", type=int, default=1024, help="tokens of a step, in rows of 256")
     add("--rate", type=float, default=2e-3, help="largest learning rate")
+    add(
+        "--trees",
+        type=int,
+        nargs="*",
+        default=[],
+        help="numbers of draft tokens for which chains and trees are compared",
+    )
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     target, tokenizer = load(folder_of(args.model), torch.float32, "cpu")
@@ -55,7 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     text = corpus(tokenizer)
     train(target, head, text, args)
     save(head, fields, args.out)
-    print(json.dumps(measure(args.model, args.out)))
+    measured = measure(args.model, f"eagle={args.out}")
+    for nodes in args.trees:
+        chain = measure(args.model, f"eagle={args.out}", nodes)["tokens_a_row"]
+        tree = measure(args.model, f"eagle={args.out},tree={nodes}")["tokens_a_row"]
+        measured[f"tokens_a_row_of_{nodes}"] = {"chain": chain, "tree": tree}
+    print(json.dumps(measured))
     return 0
 
 
@@ -140,9 +152,16 @@ def save(head: EagleHead, fields: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def measure(model: str, folder: Path) -> dict[str, Any]:
+def measure(model: str, speculate: str, draft_tokens: int | None = None) -> dict[str, Any]:
     """Return the acceptance of greedy drafts after the beginnings of the measured modules, by position."""
-    llm = LLM(model, speculate=f"eagle={folder}", pool_bytes=64 << 20, dtype="float32", device="cpu")
+    llm = LLM(
+        model,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        pool_bytes=64 << 20,
+        dtype="float32",
+        device="cpu",
+    )
     assert llm.engine.speculation is not None
     llm.engine.speculation.controller = None
     library = Path(sysconfig.get_paths()["stdlib"])

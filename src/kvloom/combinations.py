@@ -48,6 +48,19 @@ REFUSED = {
         "a model without a separate decoder",
         "speculate {head}: {model} has no separate decoder, so its hidden states are not known",
     ),
+    "tree, states": Refused(
+        "engine",
+        "speculate tree=NODES",
+        "a model with recurrent layers",
+        "speculate tree={nodes}: {model} has recurrent layers, which keep one state per sequence and not one per branch: "
+        "remove tree",
+    ),
+    "tree, batch_invariant": Refused(
+        "engine",
+        "speculate tree=NODES",
+        "batch_invariant, on a GPU",
+        "speculate tree={nodes}: batch-invariant attention has no tree masks: remove tree",
+    ),
     "beams, sampling": Refused(
         "request",
         "beam search",

@@ -97,7 +97,7 @@ def check_turns(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_second_call_computes_new_tokens_only(family: str) -> None:
     check_turns(family)
 
@@ -108,7 +108,7 @@ def test_every_family_gives_the_tokens_of_generate(family: str) -> None:
     check_turns(family)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_common_start_is_computed_once(opened: tuple[Any, Cache]) -> None:
     """With states, the second prompt marks the branch, and the third resumes there."""
     model, cache = opened
@@ -118,7 +118,7 @@ def test_a_common_start_is_computed_once(opened: tuple[Any, Cache]) -> None:
     assert cache.cached_tokens >= 32
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_chat_of_many_turns(opened: tuple[Any, Cache]) -> None:
     model, cache = opened
     history = prompts_of(3, (20,))[0]
@@ -129,7 +129,7 @@ def test_a_chat_of_many_turns(opened: tuple[Any, Cache]) -> None:
         history += [turn + 3, 5, 8]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_batches(opened: tuple[Any, Cache]) -> None:
     model, cache = opened
     prompts = prompts_of(4, (40, 40, 40))
@@ -158,7 +158,7 @@ def test_padded_batches(family: str) -> None:
         assert cache.cached_tokens == 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_beams(opened: tuple[Any, Cache]) -> None:
     model, cache = opened
     prompts = prompts_of(6, (40, 40))
@@ -241,7 +241,7 @@ def repetitive(seed: int) -> list[int]:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3_text", "llama4_text", "deepseek_v3", "bamba", "qwen3_next", "lfm2"]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_assisted_generation_gives_the_greedy_tokens(family: str) -> None:
     """transformers refuses assisted generation for models with recurrent layers."""
     model = model_of(family)
@@ -294,7 +294,7 @@ def test_random_calls_with_a_small_pool_and_a_host_tier(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_evicted_pages_come_back_from_host_memory(family: str) -> None:
     model = model_of(family)
     (first,) = prompts_of(30, (60,))
@@ -311,7 +311,7 @@ def test_evicted_pages_come_back_from_host_memory(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_new_cache_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     (prompt,) = prompts_of(31, (60,))

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -25,8 +27,10 @@ pytest.importorskip("aiohttp")
 
 from kvloom.cli import main
 from kvloom.cluster.deploy import ClusterFile
-from kvloom.cluster.deploy.replicas import by_load, command_of, free_port
+from kvloom.cluster.deploy.replicas import by_load, claim_port, command_of, free_port
 from tests.cluster.fleet import until
+from tests.cluster.test_encode_workers import PATH as CHATS, chat as image_chat
+from tests.models.image_folder import image_folder
 from tests.serve.running import MODEL, model_folder
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,10 +56,20 @@ def ray_python() -> str | None:
         ({}, "there are no workers"),
         ({"wrong": {}}, "unknown table [wrong]"),
         ({"workers": {"a": {}}}, "[workers.a] needs model"),
-        ({"workers": {"a": {"model": "m", "role": "x"}}}, "role 'x' must be one of prefill, decode, both"),
+        ({"workers": {"a": {"model": "m", "role": "x"}}}, "role 'x' must be one of prefill, decode, both, encode"),
         ({"workers": {"a": {"model": "m", "replicas": 0}}}, "replicas 0 must be a whole number of at least 1"),
         ({"workers": {"a": {"model": "m", "replicas": 3, "max-replicas": 2}}}, "max-replicas 2 is below replicas 3"),
         ({"workers": {"a": {"model": "m", "role": "prefill"}}}, "needs host-memory"),
+        ({"workers": {"a": {"model": "m", "role": "encode"}}}, "needs host-memory"),
+        (
+            {
+                "workers": {
+                    "a": {"model": "m", "role": "encode", "host-memory": "1GiB", "share-port": 7402},
+                    "b": {"model": "m", "role": "prefill", "host-memory": "1GiB"},
+                }
+            },
+            "share-port of a and b: both may use port 7402",
+        ),
         ({"workers": {"a": {"model": "m", "gpu": 1}}}, "unknown key 'gpu' in [workers.a]"),
         ({"workers": WORKERS, "router": {"arguments": {"unknown": 1}}}, "arguments of router: unrecognized"),
         ({"workers": {"a": {"model": "m", "arguments": {"pool": "many"}}}}, "arguments of a: argument --pool"),
@@ -86,12 +100,54 @@ def test_commands_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["d"][1:5] == ["serve", "m", "--pool", "1GiB"]
     cluster = ClusterFile.read(str(path))
     changed = ClusterFile.from_dict({"workers": {"d": {"model": "m2"}}})
-    assert cluster.workers[1].digest() == ClusterFile.read(str(path)).workers[1].digest()
-    assert cluster.workers[1].digest() != changed.workers[0].digest()
-    assert "--tier" not in command_of(changed.workers[0], "h", [1, 2, 3, 4], [], None)
+    assert cluster.digest(cluster.workers[1]) == ClusterFile.read(str(path)).digest(cluster.workers[1])
+    assert cluster.digest(cluster.workers[1]) != changed.digest(changed.workers[0])
+    assert "--tier" not in command_of(changed.workers[0], "h", [1, 2, 3, 4], [], [], None)
     path.write_text("[cluster\n")
     assert main(["deploy", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_workers_ask_the_encode_workers_of_their_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    start = '[cluster]\nbind = "node"\npeer-secret = "/s"\n'
+    chat = '[workers.chat]\nmodel = "m"\n[workers.other]\nmodel = "n"\n'
+    encode = '[workers.images]\nmodel = "m"\nrole = "encode"\nhost-memory = "1GiB"\nreplicas = 2\n'
+    path.write_text(start + chat + encode)
+    assert main(["deploy", str(path), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["images", "chat", "other", "router"], "encode workers start first"
+    assert found["images"][1:] == [
+        "serve", "m", "--host", "NODE", "--port", "0", "--role", "encode", "--drain-seconds", "30",
+        "--tier", "host:1GiB?share=NODE:7500&secret=/s",
+    ]  # fmt: skip
+    asked = [word for word in found["chat"] if word.startswith("peer://")]
+    assert asked == [f"peer://NODE:{port}?secret=/s" for port in range(7500, 7504)]
+    assert found["chat"].count("--encoder") == 4
+    assert "--encoder" not in found["other"], "it has another model"
+    cluster, alone = ClusterFile.read(str(path)), ClusterFile.from_dict({"workers": {"chat": {"model": "m"}}})
+    assert cluster.digest(cluster.workers[0]) != alone.digest(alone.workers[0])
+    assert cluster.digest(cluster.workers[1]) == cluster.digest(cluster.workers[1])
+    path.write_text(start + encode + chat + "[workers.chat.arguments]\nencoder = ['peer://x:1']\n")
+    assert main(["deploy", str(path), "--dry-run", "--json"]) == 0
+    assert "peer://x:1" in json.loads(capsys.readouterr().out)["chat"], "further encode workers may be named"
+
+
+def test_replicas_that_start_at_once_claim_different_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        first = used.getsockname()[1]
+        two = range(first, first + 3)
+        ports, claims = zip(*(claim_port("127.0.0.1", two) for _ in range(2)), strict=True)
+        assert ports == (first + 1, first + 2), "the first port is in use"
+        with pytest.raises(OSError, match="no port from"):
+            claim_port("127.0.0.1", two)
+        claims[0].close()
+        port, claim = claim_port("127.0.0.1", two)
+        assert port == ports[0]
+        for one in (claim, claims[1]):
+            one.close()
 
 
 def test_the_load_decides_about_the_number_of_replicas() -> None:
@@ -145,6 +201,7 @@ def ray_head(python: str) -> Iterator[str]:
                 command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **TOKEN}
             )
         try:
+            until(lambda: "Ray runtime started" in (Path(folder) / "head.log").read_text())
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -267,3 +324,89 @@ def test_a_cluster_on_ray_survives_kills_scales_and_restarts(tmp_path: Path) -> 
         assert not set(after["prefill"]["urls"]) & set(first["prefill"]["urls"])
         deployed(python, file, "--stop")
         until(lambda: not alive(), 120)
+
+
+@pytest.mark.slow
+def test_encode_workers_on_ray_and_a_restart_that_loses_no_request(tmp_path: Path) -> None:
+    python = ray_python()
+    if python is None:
+        pytest.skip(
+            "Ray is not installed: `make test-full` installs it below build/ray, or pip install 'kvloom[ray]'"
+        )
+    pytest.importorskip("PIL")
+    folder = image_folder(tmp_path)[0]
+    file = tmp_path / "cluster.toml"
+    port, share = free_port("127.0.0.1"), free_port("127.0.0.1")
+    with ray_head(python) as address:
+        flags = f'name = "{MODEL}"\nquiet = true\nthreads = 1\ndevice = "cpu"\n'
+        common = f'model = "{folder}"\ncpus = 0.1\ndrain-seconds = 20\n'
+        file.write_text(
+            f'[cluster]\nname = "e"\nray = "{address}"\n[router]\nport = {port}\nreplicas = 2\ncpus = 0.1\n'
+            "start-seconds = 300\n[router.arguments]\nwait-seconds = 100\n"
+            f'[workers.images]\nrole = "encode"\nhost-memory = "8MiB"\nshare-port = {share}\n{common}'
+            f"[workers.images.arguments]\n{flags}"
+            f'[workers.chat]\nreplicas = 2\n{common}[workers.chat.arguments]\n{flags}pool = "4MiB"\n'
+        )
+        first = deployed(python, file)
+        assert {name: one["status"] for name, one in first.items()} == dict.fromkeys(first, "RUNNING")
+        assert first["images"]["role"] == "encode"
+        routers = sorted(first["router"]["urls"])
+        assert routers == [f"http://127.0.0.1:{port + number}" for number in range(2)]
+
+        def totals(url: str) -> dict[str, Any]:
+            return dict(send(f"{url}/kvloom/state")["totals"])
+
+        def can_ask(url: str) -> bool:
+            workers = send(f"{url}/workers")["workers"]
+            return sum(one["alive"] for one in workers) == 3 and any(one.get("encodes") for one in workers)
+
+        until(lambda: all(map(can_ask, routers)), 120)
+        expected = {n: send(f"{routers[n % 2]}{CHATS}", image_chat(n))["choices"] for n in range(8)}
+        assert sum(totals(url)["named_encoders"] for url in routers) == 8
+
+        # All groups restart, while requests run. A load balancer would try the other router, as `ask` does.
+        stop, answers, errors = threading.Event(), [], []
+
+        def ask(number: int) -> None:
+            while not stop.is_set():
+                number += 1
+                try:
+                    answer = send_to_one(
+                        routers[number % 2 :] + routers[: number % 2], image_chat(number % 8)
+                    )
+                    answers.append(answer["choices"] == expected[number % 8])
+                except Exception as error:  # noqa: BLE001  shown below
+                    body = error.read() if isinstance(error, HTTPError) else b""
+                    errors.append(f"{error}: {body!r}")
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for one in askers:
+            one.start()
+        try:
+            after = deployed(python, file, "--restart")
+        finally:
+            stop.set()
+            for one in askers:
+                one.join(240)
+        assert errors == []
+        assert len(answers) > 8
+        assert all(answers)
+        for group in ("images", "chat"):
+            assert not set(after[group]["urls"]) & set(first[group]["urls"]), "all workers are new"
+        assert {one["status"] for one in after.values()} == {"RUNNING"}
+        assert sorted(after["router"]["urls"]) == routers, "clients know these ports"
+        until(lambda: can_ask(routers[0]), 120)
+        assert send(f"{routers[0]}{CHATS}", image_chat(9))["choices"]
+        assert totals(routers[0])["named_encoders"] > 0
+        deployed(python, file, "--stop")
+
+
+def send_to_one(urls: list[str], body: dict[str, Any]) -> Any:
+    """Send a chat to the first of `urls` that accepts the connection."""
+    for url in urls:
+        try:
+            return send(f"{url}{CHATS}", body)
+        except URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):
+                raise
+    raise AssertionError("no router accepts connections")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import signal
@@ -17,6 +18,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("PIL")
 
 from kvloom.cluster.router.encoders import MAX_IMAGES, EncoderChooser, image_hashes
+from kvloom.cluster.router.fleet import Fleet
+from kvloom.cluster.router.prompt_keys import PromptKeys, PromptReader
 from tests.models.image_folder import encoded, image_folder, picture
 from tests.serve.browser import AUDIT, Seen, missing, open_url
 from tests.serve.running import Running, running
@@ -27,10 +30,10 @@ WHY = missing()
 PATH = "/v1/chat/completions"
 
 
-def chat(*seeds: int, words: str = "Compare ", **fields: Any) -> dict[str, Any]:
+def chat(*seeds: int, words: str = "Compare ", wide: int = 10, **fields: Any) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": words}]
     for seed in seeds:
-        data = base64.b64encode(encoded(picture(seed))).decode()
+        data = base64.b64encode(encoded(picture(seed, wide))).decode()
         content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
     messages = [{"role": "user", "content": content}]
     return {"messages": messages, "temperature": 0, "return_token_ids": True, "max_tokens": 6, **fields}
@@ -63,6 +66,32 @@ def test_the_router_names_the_encode_worker_that_has_the_images() -> None:
     assert chooser.choose([one, two], ["b", "a"]) == "b", (
         "forgotten: the number of remembered images is bounded"
     )
+
+
+def test_the_router_counts_tokens_of_images_and_not_their_bytes() -> None:
+    reader = PromptReader(Fleet(None), image_tokens=100)  # type: ignore[arg-type]
+
+    def read(*seeds: int, wide: int = 10, **body: Any) -> PromptKeys:
+        return asyncio.run(reader.read(body or chat(*seeds, wide=wide), {}))
+
+    without, small, large = read(), read(1), read(1, wide=400)
+    assert without.length < 30
+    assert 100 < small.length - without.length < 110, "with a little JSON around the image"
+    assert large.length == small.length, "its base64 has far more characters"
+    assert 200 < read(1, 2).length - without.length < 210
+    assert read(1).text == small.text
+    assert large.text != small.text
+    both, other = read(1, 2).text, read(1, 3).text
+    shared = next(at for at, (one, two) in enumerate(zip(both, other, strict=True)) if one != two)
+    assert shared * 16 >= 100, "the first image is the same"
+    data = base64.b64encode(encoded(picture(1, 400))).decode()
+    for part in (
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+    ):
+        assert 100 < read(input=[{"role": "user", "content": [part]}]).length < 120
+    for strange in ("text", [3, {"content": 3}, {"content": [3, None, {"type": 3}]}], None):
+        read(input=strange)
 
 
 @pytest.fixture(scope="module")

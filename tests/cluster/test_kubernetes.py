@@ -19,6 +19,7 @@ from kvloom.tiers.registry import check_tiers
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ENCODE = FOLDER / "encode"
 VERSIONS = ("1.34", "1.37")
 VALUES = {"POD_IP": "10.1.2.3", "POD_NAME": "kvloom-prefill-0", "POD_NAMESPACE": "kvloom", "MODEL": "m"}
 
@@ -26,7 +27,7 @@ VALUES = {"POD_IP": "10.1.2.3", "POD_NAME": "kvloom-prefill-0", "POD_NAMESPACE":
 def documents() -> list[dict[str, Any]]:
     return [
         one
-        for path in sorted(FOLDER.glob("*.yaml"))
+        for path in sorted(FOLDER.rglob("*.yaml"))
         if path.name != "kustomization.yaml"
         for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))
     ]
@@ -71,16 +72,72 @@ def test_a_mistake_is_found() -> None:
         validate.validate(one, VERSIONS[0], strict=True)
 
 
-def test_kustomize_lists_every_file_and_the_version() -> None:
-    found = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("folder", [FOLDER, ENCODE], ids=lambda folder: folder.name)
+def test_kustomize_lists_every_file(folder: Path) -> None:
+    found = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     assert sorted(found["resources"]) == sorted(
-        path.name for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml"
+        path.name for path in folder.glob("*.yaml") if path.name != "kustomization.yaml"
     )
+
+
+def test_kustomize_sets_the_version() -> None:
+    found = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
     assert found["images"] == [{"name": "kvloom", "newTag": PROJECT["version"]}]
     assert {container["image"] for _, container in containers()} == {"kvloom"}
 
 
-@pytest.mark.parametrize("one", workloads(), ids=named)
+def patched() -> list[dict[str, Any]]:
+    """The workloads with the patches of the component `encode`."""
+    component = yaml.safe_load((ENCODE / "kustomization.yaml").read_text(encoding="utf-8"))
+    found = workloads()
+    for patch in component["patches"]:
+        kind, name = patch["target"]["kind"], patch["target"]["name"]
+        targets = [
+            one for one in found if one["kind"] == kind and re.fullmatch(name, one["metadata"]["name"])
+        ]
+        assert targets, name
+        for one in targets:
+            for step in yaml.safe_load(patch["patch"]):
+                *above, last = step["path"].strip("/").split("/")
+                place: Any = one
+                for word in above:
+                    place = place[int(word) if isinstance(place, list) else word]
+                if step["op"] == "add":
+                    assert last == "-", "added at the end"
+                    place.append(step["value"])
+                elif step["op"] == "test":
+                    assert place[last] == step["value"]
+                else:
+                    assert step["op"] == "replace"
+                    assert last in place
+                    place[last] = step["value"]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_patched_workloads_match_the_schema_of_kubernetes(version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="extra dev has kubernetes-validate")
+    for one in patched():
+        validate.validate(one, version, strict=True)
+
+
+def test_workers_ask_every_encode_worker() -> None:
+    found = {one["metadata"]["name"]: one for one in patched()}
+    pods = {name: one["spec"]["template"]["spec"]["containers"][0] for name, one in found.items()}
+    (shared,) = (word for word in arguments_of(pods["kvloom-encode"]) if "share=" in word)
+    address = re.search(r"share=([^&]+)", shared.replace("kvloom-prefill-0", "kvloom-encode-0"))
+    assert address is not None
+    for name in ("kvloom-prefill", "kvloom-decode"):
+        asked = [word for word in arguments_of(pods[name]) if word.startswith("--encoder=")]
+        assert len(asked) == found["kvloom-encode"]["spec"]["replicas"]
+        for number, word in enumerate(asked):
+            place = address[1].replace("encode-0", f"encode-{number}")
+            assert word == f"--encoder=peer://{place}?secret=/etc/kvloom/peer-secret"
+        assert pods[name]["env"][0] == pods["kvloom-encode"]["env"][0], "the model is the same"
+    assert "--discover=http://kvloom-encode:8000" in arguments_of(pods["kvloom-router"])
+
+
+@pytest.mark.parametrize("one", [*workloads(), *patched()], ids=named)
 def test_the_commands_accept_their_arguments(one: dict[str, Any]) -> None:
     (container,) = one["spec"]["template"]["spec"]["containers"]
     command, *words = arguments_of(container)
@@ -90,8 +147,9 @@ def test_the_commands_accept_their_arguments(one: dict[str, Any]) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert args.port == ports["http"]
     if command == "serve":
-        assert args.kv_events.endswith(f":{ports['events']}")
-        assert args.kv_events_replay.endswith(f":{ports['replay']}")
+        if args.role != "encode":
+            assert args.kv_events.endswith(f":{ports['events']}")
+            assert args.kv_events_replay.endswith(f":{ports['replay']}")
         grace = one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         assert grace >= args.drain_seconds + container["lifecycle"]["preStop"]["sleep"]["seconds"] + 10
         # Without a secret a name that is not loopback is refused; the file of the secret is not here.
@@ -122,7 +180,7 @@ def test_decode_workers_read_from_every_prefill_worker() -> None:
     for number, peer in enumerate(peers):
         assert f"peer://{address[1].replace('prefill-0', f'prefill-{number}')}?" in peer
     services = {one["metadata"]["name"]: one for one in documents() if one["kind"] == "Service"}
-    for name in ("kvloom-prefill", "kvloom-decode"):
+    for name in ("kvloom-prefill", "kvloom-decode", "kvloom-encode"):
         assert found[name]["spec"]["serviceName"] == name
         assert services[name]["spec"]["clusterIP"] == "None"
     router = arguments_of(found["kvloom-router"]["spec"]["template"]["spec"]["containers"][0])

@@ -25,12 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models"))
 
 
-def start_worker(stack: ExitStack, folder: Path, log: Path) -> Process:
+def start_worker(stack: ExitStack, folder: Path, log: Path, *flags: str) -> Process:
     ports = free_port(), free_port()
     events = [f"tcp://127.0.0.1:{port}" for port in ports]
     command = [
         "serve", str(folder), "--device", "cpu", "--pool", "32MiB", "-q", "--drain-seconds", "0",
-        "--kv-events", events[0], "--kv-events-replay", events[1],
+        "--kv-events", events[0], "--kv-events-replay", events[1], *flags,
     ]  # fmt: skip
     worker = stack.enter_context(started(log, *command))
     worker.more["command"] = command
@@ -60,6 +60,26 @@ def cached(router: Process, tokens: list[int]) -> dict[str, int]:
 def metrics(router: Process) -> dict[str, float]:
     rows = (line.rsplit(" ", 1) for line in router.send("GET", "/metrics")[1].splitlines() if line[0] != "#")
     return {name: float(value) for name, value in rows}
+
+
+def test_events_with_a_key_reach_only_routers_with_the_key(folder: Path, tmp_path: Path) -> None:
+    zmq_auth = pytest.importorskip("zmq.auth")
+    zmq_auth.create_certificates(tmp_path, "events")
+    (tmp_path / "events.key_secret").chmod(0o600)
+    key = ("--kv-events-key", str(tmp_path / "events.key_secret"))
+    with ExitStack() as stack:
+        worker = start_worker(stack, folder, tmp_path / "worker.log", *key)
+        routers = [
+            stack.enter_context(started(tmp_path / name, "route", "--worker", worker.url, *flags))
+            for name, flags in (("with", key), ("without", ()))
+        ]
+        until(lambda: all(router.is_healthy() and alive(router) == 1 for router in routers))
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        assert worker.send("POST", "/v1/completions", body)[0] == 200
+        until(lambda: cached(routers[0], PROMPT) == {worker.url: 160})
+        assert cached(routers[1], PROMPT) == {worker.url: 0}
+        assert "need a key" in (tmp_path / "without").read_text()
+        assert routers[1].send("POST", "/v1/completions", body)[0] == 200, "requests need no events"
 
 
 def test_prompts_go_where_their_prefix_is(fleet: tuple[Process, list[Process]]) -> None:

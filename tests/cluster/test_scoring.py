@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
@@ -247,3 +249,32 @@ def test_a_full_pool_costs_the_pages_that_a_prompt_evicts() -> None:
     choice = scorer.choose(1000, short, ["full", "empty"], 0.0)
     assert choice is not None
     assert choice.worker == "full", "a pool with free pages evicts nothing"
+
+
+def test_the_choice_has_the_smallest_cost() -> None:
+    draw, options = random.Random(0), ScoringOptions(affinity_seconds=0.3)
+    for number in range(300):
+        scorer, names = Scorer(options), [f"w{i}" for i in range(draw.randint(1, 8))]
+        lengths, now = {}, draw.uniform(0, 2)
+        for name in names:
+            speed = SpeedModel(draw.uniform(0, 0.1), draw.choice([1e-5, 1e-4, 1e-3]))
+            scorer.loads[name] = load = WorkerLoad(draw.choice([0, 4000]), speed)
+            for key in range(draw.randint(0, 3)):
+                tokens = draw.randint(1, 2000)
+                load.sent(key, draw.randint(1, tokens), tokens, 0.0)
+            load.foreign, load.cached_tokens = draw.randint(0, 5), draw.randint(0, 4000)
+            if draw.random() < 0.8:
+                lengths[name] = tuple(sorted(draw.randint(0, 1200) for _ in range(4)))
+        home = draw.choice(names)
+        assert scorer.choose(1000, {}, [home], now, session="s") is not None
+        costs = {
+            name: scorer._cost(scorer.loads[name], 1000, lengths.get(name, (0, 0, 0, 0)), now)
+            for name in names
+        }
+        least = max(now, min(load.busy_until for load in scorer.loads.values()))
+        reduced = scorer.loads[home].busy_until - least <= options.overload_seconds
+        total = {name: cost[0] - 0.3 * (reduced and name == home) for name, cost in costs.items()}
+        found = scorer.choose(1000, lengths, names, now, session="s")
+        assert found is not None
+        assert total[found.worker] == pytest.approx(min(total.values())), number
+        assert found[1:] == costs[found.worker][1:]

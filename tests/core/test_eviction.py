@@ -94,6 +94,7 @@ def test_prefixes_of_waiting_requests_are_evicted_last_by_turn(kind: str, policy
 
 @every_layout
 @every_policy
+@pytest.mark.few(27)
 def test_pages_in_use_are_never_evicted(kind: str, policy: str) -> None:
     world = make_world(kind, 40, policy=policy)
     items = [serve(world, prompt_of(45, seed=i)) for i in range(2)]
@@ -357,6 +358,7 @@ def test_live_pages_scattered_over_slabs_are_moved_together_for_a_state(model: s
 
 
 @every_model
+@pytest.mark.few(1)
 def test_pages_scattered_over_slabs_never_block_an_allocation(model: str) -> None:
     """Whatever is cached or live where: a request is refused only if it would not fit an empty pool
     beside the live pages. Bytes are checked after every step."""

@@ -4,9 +4,11 @@ and without eviction the hits are exactly those of a plain list of prompts."""
 from __future__ import annotations
 
 import os
+from unittest import TestCase
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,6 +27,7 @@ from kvloom.core import (
 from .world import LAYOUTS, Open, World, make_world, prefix_hash
 
 FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "400"))
+QUICK = 100
 
 segments = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 45)), min_size=1, max_size=4)
 tenants = st.sampled_from(["", "", "", "gold", "free"])
@@ -305,10 +308,17 @@ class Machine(RuleBasedStateMachine):
             self.world.check()
 
 
-Machine.TestCase.settings = settings(
-    max_examples=FUZZ,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestCacheMachine = Machine.TestCase
+def case(examples: int) -> type[TestCase]:
+    """Return the machine as a test with this many examples."""
+    test = type("Case", (Machine,), {}).TestCase
+    test.settings = settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return test
+
+
+TestCacheMachine = case(min(QUICK, FUZZ))
+TestCacheMachineLonger = pytest.mark.slow(case(FUZZ))

@@ -35,7 +35,7 @@ def redis_text(folder: Path) -> Iterator[str]:
 @pytest.mark.parametrize("text_of", [disk_text, pytest.param(redis_text, marks=pytest.mark.server)])
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (64, 32)])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 def test_pages_of_another_block_size_are_loaded(
     family: str, sizes: tuple[int, int], text_of: Any, tmp_path: Path
 ) -> None:

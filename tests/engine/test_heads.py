@@ -84,7 +84,7 @@ def assert_same_pages(
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_tokens_match_generate_and_drafts_the_reference(family: str, alike: bool, tmp_path: Path) -> None:
     """Prompts in chunks, shared prefixes, and own drafts that are accepted if the head is like its target."""
     check_drafts(save_mtp(tmp_path, family, alike), Reference(tmp_path, family, alike), "mtp", alike)

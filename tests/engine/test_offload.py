@@ -75,6 +75,7 @@ def closed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.few(4)
 def test_restart_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 33, 90)
     wanted = expected(tiny(family), prompts, 8)
@@ -154,7 +155,7 @@ def test_other_weights_tenants_and_dtypes_share_no_pages_on_disk(tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("write", ["through", "back"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> None:
     """Conversations of a few turns, in a pool for about a tenth of their pages."""
     model = tiny(family, max_position_embeddings=512)
@@ -784,6 +785,7 @@ def test_miss_in_host_memory_costs_one_lookup(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("length", [50, 57, 64, 65, 90])
+@pytest.mark.few(3)
 def test_an_identical_prompt_resumes_from_host_memory_with_windows(length: int) -> None:
     prompt, *others = drawn(length, length, 60, 60, 60, 60, 60, 60)
     model = tiny("gemma3_text")

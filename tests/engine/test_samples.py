@@ -124,7 +124,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)

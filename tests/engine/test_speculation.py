@@ -42,6 +42,9 @@ FAMILIES = [
     "qwen3_next",
     "jamba",
 ]
+PATIENT = OffloadConfig(
+    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+)
 
 
 class Oracle:
@@ -89,7 +92,7 @@ def fixed(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_greedy_tokens_match_generate(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
@@ -198,7 +201,7 @@ def hits(engine: Engine, requests: list[Any]) -> list[int | None]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_random_requests_are_the_same_with_and_without_speculation(family: str, ahead: bool) -> None:
     """All sampling parameters together, prompts that share prefixes, requests that arrive while others run."""
     rng = random.Random(f"{family} {ahead}")
@@ -311,14 +314,11 @@ def test_hits_from_tiers_are_the_same(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     model = tiny(family)
     prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (30, 37)]
-    patient = OffloadConfig(
-        "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-    )
     params = SamplingParams(max_tokens=34, temperature=0, stop_token_ids=(7, 12, 30))
     seen: dict[str, list[Any]] = {}
     answers: dict[tuple[int, ...], list[int]] = {}
     for how in ("off", "ngram"):
-        settings: dict[str, Any] = {"speculate": how, "offload": patient}
+        settings: dict[str, Any] = {"speculate": how, "offload": PATIENT}
         tiers = [f"disk:{tmp_path / how}:64MiB"]
         engine = make_engine(model, 1 << 22, tiers=["host:8MiB", *tiers], **settings)
         if engine.speculation is not None:
@@ -414,7 +414,7 @@ def save_draft(path: Path, family: str = "llama", **changes: Any) -> str:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "bamba", "qwen3_next", "mamba"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_draft_model_beside_every_kind_of_target(family: str, ahead: bool, tmp_path: Path) -> None:
     """The draft shares no weight with most targets: drafts are wrong, tokens are not. Preemption and cancel, too."""
     rng = random.Random(family)
@@ -460,9 +460,6 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(params: dict[str, 
 @pytest.mark.parametrize("tier", ["host", "disk", "peer"])
 def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: str, tmp_path: Path) -> None:
     model, how = tiny("llama"), save_draft(tmp_path / "draft")
-    patient = OffloadConfig(
-        "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-    )
     urls = {"host": "host:16MiB", "disk": f"disk:{tmp_path / 'disk'}:64MiB"}
     memory = SharedMemory(16 << 20)
     peer = PeerServer(
@@ -470,13 +467,13 @@ def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: st
     )  # the memory of another process, as far as the engine can tell
     url = urls.get(tier, "peer://{}:{}".format(*peer.address))
     room = 2 * make_engine(model, 1 << 22, speculate=how).layout.slab_bytes_for(128)
-    engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+    engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=PATIENT))
     prompt, params = list(range(3, 40)), SamplingParams(max_tokens=40, temperature=0)
     first = engine.add(prompt, params)
     engine.run()
     if tier != "host":
         engine.close()
-        engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+        engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=PATIENT))
     else:
         for i in range(8):  # other prompts evict its pages
             engine.add([10 + i, *range(3, 60), *range(3, 50)], SamplingParams(max_tokens=1))

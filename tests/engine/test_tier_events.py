@@ -77,7 +77,7 @@ def remember(engine: Engine) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_events_of_host_memory_are_its_pages(family: str, block_tokens: int, tmp_path: Path) -> None:
     engine = made(family, tmp_path, [f"host:{8 * block_tokens}KiB"], block_tokens)
     known, heard = remember(engine), Index()

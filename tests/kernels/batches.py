@@ -114,3 +114,17 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     if not torch.isfinite(found).all():
         return math.inf
     return float((found - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def random_trees(queries: list[int]) -> torch.Tensor:
+    """Trees of rows with these numbers of queries: each query follows a random earlier one, or begins a branch."""
+    trees = torch.zeros(sum(queries), max([1, *queries]), dtype=torch.uint8)
+    first = 0
+    for count in queries:
+        for i in range(count):
+            parent = int(torch.randint(-1, i, ())) if i else -1
+            if parent >= 0:
+                trees[first + i] = trees[first + parent]
+            trees[first + i, i] = int(trees[first + i].max()) + 1
+        first += count
+    return trees

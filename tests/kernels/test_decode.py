@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvloom.kernels.attention import DecodePlan  # noqa: E402
 from kvloom.kernels.attention.work_list import Tile  # noqa: E402
 
-from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
+from .batches import DEVICE, TOLERANCE, Batch, random_trees, relative  # noqa: E402
 
 FULL = Visibility("full")
 
@@ -49,7 +49,7 @@ def check(
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_head_sizes(dim: int, order: str) -> None:
     shape = Shape(4, 2, dim, dim, dtype=torch.float32)
     check(Batch(shape, [1, 37, 130, 16], [1, 1, 1, 1], order=order, seed=dim))
@@ -131,6 +131,29 @@ def test_drafts_see_only_their_branch() -> None:
             torch.rand(count, count).tril().gt(0.5) | torch.eye(count).bool()
         )
     check(batch, Mask(FULL, trees=trees.to(DEVICE)), queries=8)
+
+
+@pytest.mark.parametrize(
+    "span", [Visibility("sliding", 5), Visibility("sliding", 20), Visibility("chunked", 7)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.few(2)
+def test_windows_count_positions_in_trees(span: Visibility, dtype: torch.dtype) -> None:
+    """A branch has smaller positions than the slots of its tokens, so its window begins earlier."""
+    torch.manual_seed(2)
+    shape = Shape(4, 2, 64, 64, dtype=dtype)
+    counts = [8, 1, 5, 16]
+    order = "HDN" if dtype == torch.int8 else "HND"
+    batch = Batch(
+        shape,
+        [40, 23, 7, 16],
+        counts,
+        span,
+        order=order,
+        dtype=torch.float16 if dtype == torch.int8 else dtype,
+    )
+    trees = random_trees(counts)
+    check(batch, Mask(span, trees=trees.to(DEVICE)), queries=16)
 
 
 @pytest.mark.slow

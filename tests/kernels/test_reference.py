@@ -18,6 +18,8 @@ from kvloom.kernels.copy.reference import copy_pages
 from kvloom.kernels.memory import LayerView, allocate, layer_views
 from kvloom.kernels.write.reference import write
 
+from .batches import random_trees
+
 HEADS, KV, DIM, BLOCK = 4, 2, 16, 16
 SPANS = [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 24)]
 
@@ -112,13 +114,15 @@ def seen_by(batch: Batch, row: int, mask: Mask) -> torch.Tensor:
     own = length - (last - first)
     seen = torch.zeros(last - first, length, dtype=torch.bool)
     for i, query in enumerate(range(first, last)):
+        position = own + i if mask.trees is None else own + int(mask.trees[query, i]) - 1
         for token in range(length):
-            sees = token <= own + i
+            sees, place = token <= own + i, token
             if token >= own and mask.trees is not None:
-                sees = bool(mask.trees[query, token - own])
+                drawn = int(mask.trees[query, token - own])
+                sees, place = drawn > 0, own + drawn - 1 if drawn else token
             if token >= own and mask.spans is not None and mask.spans[query] >= 0:
                 sees |= bool(mask.spans[query] == mask.spans[first + token - own])
-            seen[i, token] = sees and token >= mask.span.first_visible(own + i)
+            seen[i, token] = sees and place >= mask.span.first_visible(position)
     return seen
 
 
@@ -166,7 +170,7 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
         span,
         softcap=rng.choice([None, 2.0]),
         sinks=rng.choice([None, torch.randn(heads)]),
-        trees=rng.choice([None, None, torch.rand(len(q), max([1, *queries])) < 0.6]),
+        trees=rng.choice([None, None, random_trees(queries)]),
         spans=rng.choice([None, None, torch.randint(-1, 3, (len(q),))]),
     )
     out, lse = batch.attend(q, mask)

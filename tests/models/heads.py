@@ -134,16 +134,18 @@ class Reference:
         return tokens[-count:]
 
 
-def save_eagle(path: Path, family: str = "llama", alike: bool = True, **fields: Any) -> Any:
+def save_eagle(
+    path: Path, family: str = "llama", alike: bool = True, sizes: dict[str, Any] | None = None, **fields: Any
+) -> Any:
     """Save a tiny target and an EAGLE-3 head (in `path / "eagle"`) in the public layout, and load the target.
 
     If `alike`, the head's attention selects the token itself and replaces the state by its embedding, so that many
-    drafts are right. `fields` are further fields of the head's config."""
+    drafts are right. `sizes` are further fields of both configs, and `fields` of the head's config."""
     path.mkdir(parents=True, exist_ok=True)
-    damped(tiny(family, num_hidden_layers=6), alike).save_pretrained(path)
+    damped(tiny(family, num_hidden_layers=6, **(sizes or {})), alike).save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    config = config_of("llama", num_key_value_heads=4).to_dict()
+    config = config_of("llama", num_key_value_heads=4, **(sizes or {})).to_dict()
     size, inner = config["hidden_size"], config["intermediate_size"]
     gen = torch.Generator().manual_seed(3)
 

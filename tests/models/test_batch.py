@@ -224,3 +224,41 @@ def test_a_step_with_drafts_equals_a_plain_step(width: int) -> None:
             assert found.stored[:3].tolist() == [len(work.tokens) - work.drafts for work in works]
         for work in works:
             work.sequence.commit(work.tokens.astype(np.int32))
+
+
+def test_a_replayed_step_with_trees_equals_a_plain_step() -> None:
+    cache = make_cache()
+    stage = BatchBuilder(cache, "cpu", 200, 6, mirrored=True, tree_columns=8)
+    plain, chosen = BatchBuilder(cache, "cpu", 200, 6), torch.arange(6) + 1000
+    sequences = [cache.open(cache.match(np.arange(30 + i, dtype=np.int32))) for i in range(3)]
+    works = []
+    for sequence, parents in zip(sequences, ((-1, -1, 0, 1, 1), (), (-1, 0)), strict=True):
+        assert not sequence.extend(1 + len(parents))
+        works.append(Work(sequence, np.arange(1 + len(parents)), drafts=len(parents), parents=parents))
+    expected = plain.lay_out(works, chosen)
+    assert expected.trees is not None
+    assert expected.previous is not None
+    assert expected.positions[:6].tolist() == [0, 1, 1, 2, 2, 2]
+    assert expected.previous[:6].tolist() == [-1, 0, 0, 1, 2, 2]
+    assert expected.trees[5, :6].tolist() == [1, 0, 2, 0, 0, 3]
+    stage.send_drafted(works, 12)
+    found = stage.drafted(12, 8, chosen)
+    assert found.trees is not None
+    assert found.previous is not None
+    assert torch.equal(found.trees[:10], expected.trees)
+    assert found.trees[10:, 0].all(), "padding sees itself"
+    assert torch.equal(found.positions[:10], expected.positions)
+    assert torch.equal(found.previous[:10], expected.previous)
+    for group in expected.slots:
+        assert torch.equal(found.slots[group][:, :10], expected.slots[group])
+    eager = stage.lay_out(works, chosen)
+    assert eager.trees is not None
+    assert eager.previous is not None
+    assert torch.equal(eager.trees, expected.trees)
+    assert torch.equal(eager.positions, expected.positions)
+    assert torch.equal(eager.previous, expected.previous)
+    stage.send_drafted([work._replace(parents=()) for work in works], 12)  # chains need no second graph
+    found = stage.drafted(12, 8, chosen)
+    assert found.trees is not None
+    assert found.positions[:6].tolist() == list(range(6))
+    assert found.trees[5, :6].tolist() == list(range(1, 7))

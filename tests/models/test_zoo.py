@@ -47,7 +47,7 @@ def tight(model: Any, prompts: list[list[int]]) -> Engine:
 
 
 @pytest.mark.parametrize("family", [*FULL, *PLAIN])
-@pytest.mark.few(26)
+@pytest.mark.few(13)
 def test_chunks_beside_single_tokens_and_prefixes_found_again(family: str) -> None:
     model = tiny(family)
     prompts = prompts_of(1)
@@ -90,7 +90,7 @@ def test_forks_diverge_and_windows_are_freed(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FULL)
-@pytest.mark.few(13)
+@pytest.mark.few(7)
 def test_requests_that_gave_up_their_pages_start_again(family: str) -> None:
     model = tiny(family)
     prompts = prompts_of(5, (21, 30, 26, 34, 18, 40))

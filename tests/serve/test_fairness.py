@@ -84,17 +84,17 @@ def test_a_tenant_that_keeps_pages_for_long_leaves_those_of_another_cached(
     ("asked", "param", "said"),
     [
         ({"ttl": 1e9}, "ttl", "86400 seconds"),
-        ({"n": 9}, "n", "limit of 8"),
-        ({"best_of": 9}, "n", "limit of 8"),
-        ({"prompt": ["a"] * 9}, "n", "limit of 8"),
+        ({"n": 17}, "n", "limit of 16"),
+        ({"best_of": 17}, "n", "limit of 16"),
+        ({"prompt": ["a"] * 17}, "n", "limit of 16"),
         ({"priority": 10**9 + 1}, "priority", "1000000000"),
     ],
 )
 def test_what_exceeds_a_cap_is_refused_with_the_limit(
-    shared: Running, asked: dict[str, Any], param: str, said: str
+    guarded: Running, asked: dict[str, Any], param: str, said: str
 ) -> None:
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 2, **asked}
-    status, _, told = shared.send("POST", "/v1/completions", body, key=RED)
+    status, _, told = guarded.send("POST", "/v1/completions", body, key=RED)
     assert (status, told["error"]["param"]) == (400, param)
     assert said in told["error"]["message"]
-    assert shared.complete(RED, prompt="hi", max_tokens=2)["usage"]["completion_tokens"] <= 2
+    assert guarded.complete(RED, prompt="hi", max_tokens=2)["usage"]["completion_tokens"] <= 2

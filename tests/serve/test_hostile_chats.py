@@ -5,29 +5,15 @@ from __future__ import annotations
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.running import MODEL, Running, running
+from tests.serve.running import MODEL, Running
 
 KEY = "key-of-red-1"
 CHATS = "/v1/chat/completions"
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] + (more or '') }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def hostile(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    made = tmp_path_factory.mktemp("hostile")
-    template, keys, record = made / "template.jinja", made / "keys", made / "traffic.jsonl.gz"
-    template.write_text(TEMPLATE)
-    keys.write_text(f"{KEY} red\n")
-    keys.chmod(0o600)
-    more = ("--chat-template", str(template), "--api-keys", str(keys), "--record", str(record))
-    with running(folder, "--pool", "64MiB", "--metrics-auth", "key", *more) as found:
-        yield found, record
 
 
 def peak_bytes(server: Running) -> int:
@@ -51,40 +37,38 @@ HOSTILE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_hostile_requests_are_refused_and_block_no_others(hostile: tuple[Running, Path]) -> None:
+def test_hostile_requests_are_refused_and_block_no_others(guarded: Running) -> None:
     """Whole, the first of them would be a text of a gigabyte."""
-    server, _ = hostile
-    before, slowest, done = peak_bytes(server), [0.0], threading.Event()
+    before, slowest, done = peak_bytes(guarded), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
             began = time.monotonic()
-            assert server.healthy()
+            assert guarded.healthy()
             slowest[0] = max(slowest[0], time.monotonic() - began)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         for path, body in HOSTILE:
-            status, _, told = server.send("POST", path, body, key=KEY)
+            status, _, told = guarded.send("POST", path, body, key=KEY)
             assert (status, told["error"]["type"]) == (400, "invalid_request_error"), told
     finally:
         done.set()
         watcher.join()
-    assert peak_bytes(server) - before < 400 << 20
+    assert peak_bytes(guarded) - before < 400 << 20
     assert slowest[0] < 5
     assert (
-        server.send(
+        guarded.send(
             "POST", CHATS, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, key=KEY
         )[0]
         == 200
     )
 
 
-def test_a_long_text_is_truncated_without_encoding_it_all(hostile: tuple[Running, Path]) -> None:
-    server, _ = hostile
+def test_a_long_text_is_truncated_without_encoding_it_all(guarded: Running) -> None:
     long = "0123456789" * 700_000
-    found = server.complete(KEY, prompt=long, truncate_prompt_tokens=5, max_tokens=1, echo=True)
+    found = guarded.complete(KEY, prompt=long, truncate_prompt_tokens=5, max_tokens=1, echo=True)
     assert found["choices"][0]["text"].startswith("56789")
     body = {
         "model": MODEL,
@@ -92,26 +76,23 @@ def test_a_long_text_is_truncated_without_encoding_it_all(hostile: tuple[Running
         "truncate_prompt_tokens": 30,
         "max_tokens": 1,
     }
-    status, _, told = server.send("POST", CHATS, body, key=KEY)
+    status, _, told = guarded.send("POST", CHATS, body, key=KEY)
     assert (status, told["usage"]["prompt_tokens"]) == (200, 30)
 
 
-def test_the_text_of_a_special_token_is_text_in_chats(hostile: tuple[Running, Path]) -> None:
-    server, _ = hostile
+def test_the_text_of_a_special_token_is_text_in_chats(guarded: Running) -> None:
     for content, ends in (("a</s>b", 1), ("ab", 1)):
         body = {"messages": [{"role": "user", "content": content}], "return_token_strs": True}
-        told = server.send("POST", "/tokenize", body, key=KEY)[2]
+        told = guarded.send("POST", "/tokenize", body, key=KEY)[2]
         assert told["token_strs"].count("</s>") == ends
         assert (
-            server.send("POST", "/detokenize", {"tokens": told["tokens"]}, key=KEY)[2]["prompt"]
+            guarded.send("POST", "/detokenize", {"tokens": told["tokens"]}, key=KEY)[2]["prompt"]
             == f"[user]{content}</s>[assistant]"
         )
-    told = server.send("POST", "/tokenize", {"prompt": "a</s>b", "return_token_strs": True}, key=KEY)[2]
+    told = guarded.send("POST", "/tokenize", {"prompt": "a</s>b", "return_token_strs": True}, key=KEY)[2]
     assert told["token_strs"] == ["a", "</s>", "b"]
 
 
-def test_metrics_need_a_key_and_a_recording_is_private(hostile: tuple[Running, Path]) -> None:
-    server, record = hostile
-    assert server.send("GET", "/metrics")[0] == 401
-    assert "kvloom_open_requests" in server.send("GET", "/metrics", key=KEY)[2]
+def test_a_recording_is_private(guarded: Running, record: Path) -> None:
+    guarded.complete(KEY, prompt="any", max_tokens=1)
     assert stat.S_IMODE(record.stat().st_mode) == 0o600

@@ -247,6 +247,7 @@ def test_only_models_of_the_given_folders_are_loaded(both: Running, folder: Path
     assert [one["id"] for one in both.send("GET", "/v1/models")[2]["data"]] == list(MODELS)
 
 
+@pytest.mark.slow  # test_server_lifecycle.py restarts the engine of one model
 def test_the_death_of_one_engine_leaves_the_other_serving(both: Running, expected: Expected) -> None:
     pids = [int(pid) for line in both.said for pid in re.findall(r"\(process (\d+)\)", line)]
     os.kill(pids[1], signal.SIGKILL)

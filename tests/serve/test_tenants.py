@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,12 @@ from kvloom.bench.serve import Load, offer
 from kvloom.serve.auth.keys import read_keys
 from kvloom.serve.server import ModelOptions, ServerOptions
 from kvloom.serve.worker.messages import Start
-from tests.serve.running import MODEL, Running, running
+from tests.serve.running import MODEL, Running
 
 RED, BLUE, SMALL, TWIN = "key-of-red-1", "key-of-blue-1", "key-of-small-1", "key-of-red-2"
 QUOTA = 64 << 10
 MODELS = (ModelOptions(Start("")),)
 PROMPT = [5 + i % 200 for i in range(100)]
-
-
-@pytest.fixture(scope="module")
-def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    keys = tmp_path_factory.mktemp("keys") / "keys.json"
-    keys.write_text(
-        json.dumps({RED: "red", TWIN: "red", BLUE: {"tenant": "blue", "weight": 1}, SMALL: {"tenant": "small", "quota": QUOTA}})
-    )  # fmt: skip
-    with running(folder, "--pool", "8MiB", "--api-keys", str(keys), "--host", "0.0.0.0") as found:
-        found.url = found.url.replace("0.0.0.0", "127.0.0.1")
-        yield found
 
 
 def test_requests_without_a_key_are_refused(guarded: Running) -> None:
@@ -101,17 +88,20 @@ def test_a_quota_holds_under_load_and_blocks_no_other_tenant(guarded: Running) -
             most = max(most, told['kvloom_tenant_bytes{tenant="small",state="used"}'])
             await asyncio.sleep(0.05)
 
-    async def both() -> list[Any]:
+    async def both(seconds: float) -> list[Any]:
         watcher = asyncio.create_task(watch())
         loads = [
-            Load(guarded.url, MODEL, streams=12, seconds=2.0, prompt=64, shared=0, tokens=48, key=key)
+            Load(guarded.url, MODEL, streams=12, seconds=seconds, prompt=64, shared=0, tokens=48, key=key)
             for key in (SMALL, BLUE)
         ]
         seen = await asyncio.gather(*map(offer, loads))
         watcher.cancel()
         return seen
 
-    small, blue = asyncio.run(both())
+    for seconds in (2.0, 10.0, 40.0):
+        small, blue = asyncio.run(both(seconds))
+        if blue.requests > 12:  # a busy machine may serve only the first request of each stream
+            break
     assert not small.errors
     assert not blue.errors
     assert 0 < most <= QUOTA
@@ -123,7 +113,7 @@ def test_requests_beyond_a_quota_are_refused(guarded: Running) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3000}
     status, _, told = guarded.send("POST", "/v1/completions", asked, key=SMALL)
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
-    status, _, told = guarded.send("POST", "/v1/completions", {**asked, "max_tokens": 60, "n": 64}, key=SMALL)
+    status, _, told = guarded.send("POST", "/v1/completions", {**asked, "max_tokens": 60, "n": 16}, key=SMALL)
     assert status == 400
     assert "quota" in told["error"]["message"]
     chat = guarded.client(SMALL).chat.completions.create(

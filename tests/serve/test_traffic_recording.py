@@ -61,14 +61,14 @@ def test_a_replayed_recording_hits_like_the_server(recording: tuple[Running, Pat
     assert row["hit_rate"] == pytest.approx(sum(counted) / asked)
 
 
-def test_a_recording_contains_hashes_lengths_and_times_only(recording: tuple[Running, Path]) -> None:
-    server, path = recording
-    before = max(1, len(path.read_text().splitlines()))  # the first line is the head
+def test_a_recording_contains_hashes_lengths_and_times_only(small: Running, traffic: Path) -> None:
+    small.wait_for(small.idle)
+    before = max(1, len(traffic.read_text().splitlines()))  # the first line is the head
     word = "unmistakable words"
-    server.complete(prompt=word, max_tokens=3, session_id="my session", tenant="my tenant")
-    server.complete(prompt=word, max_tokens=3, cache={"store": False})
-    server.complete(prompt=word, max_tokens=3, cache={"read": False})
-    text = path.read_text()
+    small.complete(prompt=word, max_tokens=3, session_id="my session", tenant="my tenant")
+    small.complete(prompt=word, max_tokens=3, cache={"store": False})
+    small.complete(prompt=word, max_tokens=3, cache={"read": False})
+    text = traffic.read_text()
     head, *lines = [json.loads(line) for line in text.splitlines()]
     assert head["model"] == MODEL
     assert len(lines) + 1 == before + 1, "what leaves the cache alone is no traffic for it"
@@ -76,4 +76,4 @@ def test_a_recording_contains_hashes_lengths_and_times_only(recording: tuple[Run
     assert lines[-1]["prompt"] == len(word)
     for said in (word, "my session", "my tenant"):
         assert said not in text
-    assert read_traces([path]).requests[-1].prompt_tokens == len(word)
+    assert read_traces([traffic]).requests[-1].prompt_tokens == len(word)

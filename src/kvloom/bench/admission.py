@@ -1,10 +1,11 @@
 """`kvloom bench admission`: goodput under overload in three modes: with SLO admission, with a bounded queue, and with
 neither.
 
-Goodput is the number of requests per second that meet their objectives. Requests arrive at random times, at a multiple
-of the engine's capacity. They do not wait until earlier requests have finished. The clock is the CPU time of this
-process, so that other processes have little effect. If there is no work, the clock jumps to the next arrival. With
---trace, simulated workers replay a trace instead.
+Goodput is the number of requests per second that meet their objectives. Each round first measures the capacity of the
+engine. Then exactly `--load` times as many requests arrive at random times, the same ones in each mode. They do not
+wait until earlier requests have finished. The modes run in turn, in another order in each round. The clock is the CPU
+time of this process, so that other processes have little effect. If there is no work, the clock jumps to the next
+arrival. With --trace, simulated workers replay a trace instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,7 +34,7 @@ __all__ = ["main"]
 FIRST_ID, LAST_ID = 3, 250
 PROMPTS, OUTPUTS = (16, 160), (8, 32)
 """Shortest and longest prompt and output, in tokens."""
-SATURATED = 48
+SATURATED = 96
 """Number of simultaneous requests in the run that measures the engine's capacity."""
 SLACK = (6.0, 4.0)
 """Default objectives, as multiples of the TTFT and TBT of an idle engine."""
@@ -58,10 +59,11 @@ class Arrival:
     output: int
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Return the requests of a Poisson process with random lengths."""
-    draw, at, found = random.Random(seed), 0.0, []
-    while (at := at + draw.expovariate(rate)) < seconds:
+def arrivals(count: int, seconds: float, seed: int) -> list[Arrival]:
+    """Return `count` requests with random lengths, at random times within `seconds`, as in a Poisson process."""
+    draw = random.Random(seed)
+    found = []
+    for at in sorted(draw.uniform(0.0, seconds) for _ in range(count)):
         prompt = [draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(*PROMPTS))]
         found.append(Arrival(at, prompt, draw.randint(*OUTPUTS)))
     return found
@@ -133,6 +135,35 @@ def drive(
     return found
 
 
+@dataclass(slots=True)
+class Tally:
+    """The results of one mode over all rounds."""
+
+    requests: int = 0
+    refused: int = 0
+    met: int = 0
+    ttft: list[float] = field(default_factory=list)
+    """Times to first token of the served requests, in seconds."""
+
+    def add(self, seen: list[Served], objective: Objective) -> None:
+        """Add the requests of a run."""
+        served = [one for one in seen if one.request is not None and one.request.finish_reason == "length"]
+        self.requests += len(seen)
+        self.refused += len(seen) - len(served)
+        self.met += sum(one.meets(objective) for one in seen)
+        self.ttft += [one.first - one.at for one in served]
+
+    def to_dict(self, name: str, seconds: float) -> dict[str, Any]:
+        return {
+            "admission": name,
+            "requests": self.requests,
+            "refused": self.refused,
+            "met": self.met,
+            "goodput": round(self.met / seconds, 3),
+            "ttft_p99_ms": round(1e3 * _quantile(self.ttft, 0.99), 1),
+        }
+
+
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the three modes (see the module docstring) on an engine in this process."""
     from kvloom.engine import LLM
@@ -140,46 +171,48 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(options.model, pool_bytes=256 << 20, token_budget=256, threads=options.threads or 1)
     engine, clock = llm.engine, CpuClock()
     engine.cache.clock = clock
-    idle = [Arrival(0.0, one.prompt, one.output) for one in arrivals(10.0, 3.0, seed=1)][:12]
+    idle = [Arrival(0.0, one.prompt, one.output) for one in arrivals(12, 1.0, seed=1)]
     drive(engine, clock, idle, "warm up")
     alone = [drive(engine, clock, [one], "alone")[0] for one in idle]
     ttft = sorted(one.first - one.at for one in alone)[len(alone) // 2]
     tbt = sorted(
         (one.last - one.first) / max(1, (one.request.output_count if one.request else 1) - 1) for one in alone
     )[len(alone) // 2]
-    at_once = [Arrival(0.0, one.prompt, one.output) for one in arrivals(100.0, 60.0, seed=2)][:SATURATED]
-    began = clock.now()
-    drive(engine, clock, at_once, "capacity")
-    capacity = len(at_once) / (clock.now() - began)
     objective = Objective(options.ttft or 1e3 * SLACK[0] * ttft, options.tbt or 1e3 * SLACK[1] * tbt)
-    work = arrivals(options.load * capacity, options.seconds, seed=3)
     modes: list[tuple[str, Objective | None, int | None]] = [("none", None, None), ("slo", objective, None)]
     modes += [(f"queue {limit}", None, limit) for limit in options.queue]
-    rows = []
-    for name, given, queue in modes:
-        _say(f"{name}: {len(work)} requests in {options.seconds:g} s")
-        seen = drive(engine, clock, work, name, given, queue)
-        admitted = [one for one in seen if one.request is not None and one.request.finish_reason == "length"]
-        ratios = engine.scheduler.slo.admission.ttft_ratio
-        rows.append(
-            {
-                "admission": name,
-                "requests": len(seen),
-                "refused": len(seen) - len(admitted),
-                "met": sum(one.meets(objective) for one in seen),
-                "goodput": round(sum(one.meets(objective) for one in seen) / options.seconds, 3),
-                "ttft_p99_ms": round(1e3 * _quantile([one.first - one.at for one in admitted], 0.99), 1),
-                "ttft_ratio_p50": ratios.quantile(0.5) if name == "slo" else None,
-            }
-        )
+    tallies = {name: Tally() for name, *_ in modes}
+    rates: list[float] = []
+    seconds = 0.0
+    for round_ in range(options.rounds):
+        _say(f"round {round_ + 1} of {options.rounds}: capacity")
+        rate = options.load * _capacity(engine, clock, round_)
+        count = round(rate * options.seconds)
+        seconds += count / rate
+        work = arrivals(count, count / rate, seed=100 + round_)
+        rates.append(round(rate, 2))
+        for turn in range(len(modes)):
+            name, given, queue = modes[(turn + round_) % len(modes)]
+            _say(f"round {round_ + 1} of {options.rounds}: {name}, {count} requests")
+            tallies[name].add(drive(engine, clock, work, f"{name} {round_}", given, queue), objective)
+    ratio = engine.scheduler.slo.admission.ttft_ratio.quantile(0.5)
     llm.close()
     return {
-        "capacity": round(capacity, 2),
-        "rate": round(len(work) / options.seconds, 2),
+        "capacity": [round(rate / options.load, 2) for rate in rates],
+        "rate": rates,
         "ttft_ms": round(objective.ttft_ms or 0, 1),
         "tbt_ms": round(objective.tbt_ms or 0, 1),
-        "modes": rows,
+        "ttft_ratio_p50": ratio,
+        "modes": [tally.to_dict(name, seconds) for name, tally in tallies.items()],
     }
+
+
+def _capacity(engine: Engine, clock: CpuClock, round_: int) -> float:
+    """Return how many requests per second the engine finishes if many requests wait."""
+    at_once = [Arrival(0.0, one.prompt, one.output) for one in arrivals(SATURATED, 1.0, seed=2)]
+    began = clock.now()
+    drive(engine, clock, at_once, f"capacity {round_}")
+    return len(at_once) / (clock.now() - began)
 
 
 def measure_trace(options: argparse.Namespace) -> dict[str, Any]:
@@ -205,13 +238,12 @@ def measure_trace(options: argparse.Namespace) -> dict[str, Any]:
                 "met": seen.met,
                 "goodput": round(seen.goodput, 3),
                 "ttft_p99_ms": round(1e3 * seen.p99_ttft, 1),
-                "ttft_ratio_p50": None,
             }
         )
     rate = len(traffic.requests) / max(1e-9, traffic.seconds / options.speed)
     return {
-        "capacity": None,
-        "rate": round(rate, 2),
+        "capacity": [],
+        "rate": [round(rate, 2)],
         "ttft_ms": objective.ttft_ms,
         "tbt_ms": objective.tbt_ms,
         "modes": rows,
@@ -259,6 +291,7 @@ def _parser() -> Parser:
     )
     add("--speed", type=number(0, above=True), default=2.0, metavar="X",
         help="with --trace: divide the times between arrivals by this (default: 2)")  # fmt: skip
+    add("--rounds", type=whole(1), default=1, metavar="N", help="rounds of all modes, in turn (default: 1)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -271,10 +304,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found, indent=2))
         return 0
     console = Console(highlight=False)
-    about = "" if found["capacity"] is None else f", capacity {found['capacity']} requests/s"
-    console.print(
-        f"{found['rate']} requests/s{about}; objectives: TTFT {found['ttft_ms']:,.0f} ms, TBT {found['tbt_ms']:,.1f} ms"
-    )
+    for round_, rate in enumerate(found["rate"]):
+        about = f"; measured capacity {found['capacity'][round_]} requests/s" if found["capacity"] else ""
+        console.print(f"round {round_ + 1}: {rate} requests/s arrive{about}")
+    console.print(f"objectives: TTFT {found['ttft_ms']:,.0f} ms, TBT {found['tbt_ms']:,.1f} ms")
     table = Table("admission", box=None)
     for name in ("requests", "refused", "met", "goodput /s", "TTFT p99"):
         table.add_column(name, justify="right")

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,13 +27,14 @@ import numpy as np
 
 from kvloom.arguments import whole
 
-from .router import Process, free_port, ready
+from .fleet import free_port, ready, start_router, start_workers, token_times
 
 __all__ = ["main"]
 
 STREAM_PROMPT, STREAM_TOKENS = 16, 2000
 SETTLE_SECONDS = 2.0
-"""Time in which a router finds its workers, and streams get their first tokens."""
+"""Time in which streams get their first tokens."""
+POOL = "256MiB"
 VOCABULARY = 4000
 """Prompts have token ids below this number. The vocabulary of the embedded model contains all of them."""
 
@@ -98,7 +98,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         count = args.prefill + args.decode
         chunk = ["--token-budget", str(args.chunk)]
         with ExitStack() as stack:
-            urls = _workers(stack, args, [chunk] * count)
+            urls = start_workers(stack, args.model, [chunk] * count, POOL, args.pin)
             mixed = await _interference(session, stack, urls, args, 0)
         with ExitStack() as stack:
             shared = [free_port() for _ in range(args.prefill)]
@@ -110,7 +110,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             roles = [
                 ["--role", "prefill", *chunk, "--tier", f"host:256MiB?share={port}"] for port in shared
             ] + [["--role", "decode", "--tier", "host:256MiB", *peers]] * args.decode
-            urls = _workers(stack, args, roles)
+            urls = start_workers(stack, args.model, roles, POOL, args.pin)
             split = await _interference(session, stack, urls, args, 1)
             decode = urls[args.prefill]
             hand_over = [
@@ -125,21 +125,6 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
-
-
-def _workers(stack: ExitStack, args: argparse.Namespace, flags: list[list[str]]) -> list[str]:
-    """Start one worker for each entry of `flags`, and return their URLs."""
-    cores = sorted(os.sched_getaffinity(0)) if args.pin else []
-    urls = []
-    for number, more in enumerate(flags):
-        port = free_port()
-        command = [sys.executable, "-m", "kvloom.cli", "serve", args.model, "--port", str(port)]
-        command += ["--pool", "256MiB", "-q", "--threads", "1", "--drain-seconds", "0", *more]
-        process = stack.enter_context(Process(command))
-        if cores:  # the engine process starts later, and inherits the core
-            os.sched_setaffinity(process.pid, {cores[number % len(cores)]})
-        urls.append(f"http://127.0.0.1:{port}")
-    return urls
 
 
 @dataclass(slots=True)
@@ -195,13 +180,7 @@ async def _interference(
     """Run streams and long prompts through a router over the workers."""
     for url in urls:
         await ready(session, f"{url}/health", 300)
-    port = free_port()
-    flags = [word for url in urls for word in ("--worker", url)]
-    command = [sys.executable, "-m", "kvloom.cli", "route", "--port", str(port), "--log-level", "error"]
-    stack.enter_context(Process([*command, *flags]))
-    router = f"http://127.0.0.1:{port}"
-    await ready(session, f"{router}/health", 60)
-    await asyncio.sleep(SETTLE_SECONDS)
+    router = await start_router(session, stack, urls)
     async with session.get(f"{router}/v1/models") as answer:
         model = (await answer.json())["data"][0]["id"]
     rng = np.random.default_rng(seed)
@@ -234,17 +213,7 @@ def _summary(load: _Load, began: float, ended: float) -> dict[str, Any]:
     ]
     if not gaps:
         raise RuntimeError("the streams had no tokens while the long prompts ran: use more or longer prompts")
-    mean, longest = float(np.mean(gaps)), max(gaps)
-    p50, p99 = np.quantile(gaps, (0.5, 0.99))
-    return {
-        "tokens": len(gaps),
-        "mean_tbt_ms": 1e3 * mean,
-        "p50_tbt_ms": 1e3 * float(p50),
-        "p99_tbt_ms": 1e3 * float(p99),
-        "max_tbt_ms": 1e3 * longest,
-        "mean_ttft_ms": 1e3 * float(np.mean(load.ttfts)),
-        "seconds": ended - began,
-    }
+    return token_times(gaps, load.ttfts) | {"seconds": ended - began}
 
 
 async def _hand_over(

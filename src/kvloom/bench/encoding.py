@@ -13,7 +13,6 @@ import asyncio
 import base64
 import json
 import os
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ import numpy as np
 
 from kvloom.arguments import whole
 
-from .router import Process, free_port, ready
+from .fleet import free_port, ready, start_router, start_workers, token_times
 
 __all__ = ["main"]
 
@@ -130,14 +129,19 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         model = _make_model(Path(folder), args.layers, args.pixels)
         port = free_port()
         share, ask = f"host:64MiB?share={port}", f"peer://127.0.0.1:{port}"
-        mixed = _workers(stack, model, args.pin, [[], []])
-        split = _workers(stack, model, args.pin, [["--encoder", ask], ["--role", "encode", "--tier", share]])
+        roles = ["--encoder", ask], ["--role", "encode", "--tier", share]
+        mixed, split = (
+            start_workers(
+                stack, str(model), [["--dtype", "float32", *more] for more in fleet], "64MiB", args.pin
+            )
+            for fleet in (([], []), roles)
+        )
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
             for url in (*mixed, *split):
                 await ready(session, f"{url}/health", 300)
             loads = {}
             for name, urls in (("mixed", mixed), ("split", split)):
-                loads[name] = _Load(session, await _router(session, stack, urls))
+                loads[name] = _Load(session, await start_router(session, stack, urls))
             for turn in range(-1, args.turns):  # the first turn warms up
                 for load in loads.values():
                     await load.turn(args, turn)
@@ -154,47 +158,6 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
-
-
-def _workers(stack: ExitStack, model: Path, pin: bool, flags: list[list[str]]) -> list[str]:
-    """Start one worker for each entry of `flags`, and return their URLs."""
-    cores = sorted(os.sched_getaffinity(0)) if pin else []
-    urls = []
-    for number, more in enumerate(flags):
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "kvloom.cli",
-            "serve",
-            str(model),
-            "--port",
-            str(port),
-            "--pool",
-            "64MiB",
-        ]
-        command += ["-q", "--threads", "1", "--drain-seconds", "0", "--dtype", "float32", *more]
-        process = stack.enter_context(Process(command))
-        if cores:  # the engine process starts later, and inherits the core
-            os.sched_setaffinity(process.pid, {cores[number % len(cores)]})
-        urls.append(f"http://127.0.0.1:{port}")
-    return urls
-
-
-async def _router(session: Any, stack: ExitStack, urls: list[str]) -> str:
-    port = free_port()
-    flags = [word for url in urls for word in ("--worker", url)]
-    command = [sys.executable, "-m", "kvloom.cli", "route", "--port", str(port), "--log-level", "error"]
-    stack.enter_context(Process([*command, *flags]))
-    url = f"http://127.0.0.1:{port}"
-    await ready(session, f"{url}/health", 60)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        async with session.get(f"{url}/workers") as answer:
-            if all(one["alive"] for one in (await answer.json())["workers"]):
-                return url
-        await asyncio.sleep(0.1)
-    raise RuntimeError("a worker is not alive after 60 s")
 
 
 async def _counters(session: Any, url: str) -> dict[str, float]:
@@ -278,16 +241,7 @@ class _Load:
         """Return statistics of all measured turns."""
         if not self.gaps:
             raise RuntimeError("the streams had no tokens while images were encoded: use more images")
-        p50, p99 = np.quantile(self.gaps, (0.5, 0.99))
-        return {
-            "tokens": len(self.gaps),
-            "mean_tbt_ms": 1e3 * float(np.mean(self.gaps)),
-            "p50_tbt_ms": 1e3 * float(p50),
-            "p99_tbt_ms": 1e3 * float(p99),
-            "max_tbt_ms": 1e3 * max(self.gaps),
-            "mean_ttft_ms": 1e3 * float(np.mean(self.ttfts)),
-            "images_per_second": len(self.ttfts) / self.seconds,
-        }
+        return token_times(self.gaps, self.ttfts) | {"images_per_second": len(self.ttfts) / self.seconds}
 
 
 def _picture(rng: np.random.Generator, pixels: int) -> str:

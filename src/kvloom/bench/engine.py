@@ -152,7 +152,6 @@ END = object()
 
 
 def _parser() -> Parser:
-    known = list(dict.fromkeys(work.name.split()[0] for work in WORKLOADS))
     parser = Parser(
         prog="kvloom bench engine",
         description="Run whole workloads (greedy, random weights, token ids) on kvloom, Hugging Face generate() and vLLM.",
@@ -168,6 +167,14 @@ def _parser() -> Parser:
         "  kvloom bench engine --shape llama-3.1-8b --only W7 --peers\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
+    _add_workload_arguments(parser)
+    _add_engine_arguments(parser)
+    return parser
+
+
+def _add_workload_arguments(parser: Parser) -> None:
+    """Add the options of the model, of the workloads and of the peers."""
+    known = list(dict.fromkeys(work.name.split()[0] for work in WORKLOADS))
     add = parser.add_argument
     add(
         "--shape",
@@ -200,6 +207,27 @@ def _parser() -> Parser:
         metavar="N",
         help="limit of requests per workload (default: all)",
     )
+    add(
+        "--vllm-python",
+        type=interpreter,
+        default=sys.executable,
+        metavar="PATH",
+        help="interpreter with vLLM (default: this one)",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile Hugging Face's decode step (use two rounds or more)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default: 0)")
+    add("--capacity", type=whole(1), metavar="TOKENS",
+        help="run no workload: report how many requests of so many tokens fit the pool, and the result of `kvloom plan`")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _add_engine_arguments(parser: Parser) -> None:
+    """Add the options of kvloom's engine."""
+    add = parser.add_argument
     add("--device", type=device, metavar="D", help=DEVICE)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
@@ -229,23 +257,6 @@ def _parser() -> Parser:
         metavar="N",
         help="limit of running requests (default: the engine's)",
     )
-    add(
-        "--vllm-python",
-        type=interpreter,
-        default=sys.executable,
-        metavar="PATH",
-        help="interpreter with vLLM (default: this one)",
-    )
-    add(
-        "--compile",
-        action="store_true",
-        help="compile Hugging Face's decode step (use two rounds or more)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default: 0)")
-    add("--capacity", type=whole(1), metavar="TOKENS",
-        help="run no workload: report how many requests of so many tokens fit the pool, and the result of `kvloom plan`")  # fmt: skip
-    add("--json", action="store_true", help="print JSON instead of tables")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

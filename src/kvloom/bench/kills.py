@@ -26,7 +26,7 @@ import numpy as np
 
 from kvloom.arguments import number, whole
 
-from .router import free_port, ready
+from .fleet import free_port, ready
 
 __all__ = ["main"]
 

@@ -25,6 +25,8 @@ from typing import Any
 __all__ = ["main"]
 
 TOKENS = 16
+SERVER_SECONDS = 120.0
+"""Time limit of one reply of the multi-process server."""
 
 
 class _World:
@@ -190,39 +192,58 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
     return put, get, lambda: None
 
 
-def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Return calls to LMCache's multi-process server, which stores blocks of a KV cache, 32 MiB per request. LMCache's
-    worker in an engine without a GPU makes the same calls.
+class _MultiProcess:
+    """LMCache's multi-process server, which stores blocks of a KV cache, 32 MiB per request. LMCache's worker in an
+    engine without a GPU makes the same calls.
 
     Blocks are looked up before they are retrieved. The lookup is timed as part of the store, because it shows when the
     store has ended. `mode` selects the process that copies: the server, which maps the cache, or the worker, which
     copies into the server's shared memory.
     """
-    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
-    from lmcache.v1.multiprocess.transfer_context import create_transfer_context
-    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-    port, seconds, torch = _port(), 120.0, world.torch
-    gigabytes = 3 * world.count * world.page / 2**30 + 0.25
-    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--chunk-size", str(TOKENS), "--l1-size-gb", f"{gigabytes:.2f}", "--eviction-policy", "LRU"]
-    command += ["--supported-transfer-mode", mode, "--disable-observability", "--no-l1-use-lazy"]
-    command += ["--http-host", "127.0.0.1", "--http-port", str(_port())]
-    command += ["--shm-name", f"kvloom-bench-{os.getpid()}-{port}"]
-    server = _started(command, port)
-    client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}")
-    # Block 0 is unused; then the stored blocks, then the target blocks.
-    cache = torch.zeros((2, 2 * world.count + 1, 8, TOKENS, world.shape[-1] // 8), dtype=world.dtype)
-    cache.share_memory_()
-    stored = slice(1, world.count + 1)
-    came = slice(world.count + 1, 2 * world.count + 1)
-    cache[:, stored].view(torch.uint8).random_(0, 256)
-    caches = {"layer.0": cache}
-    context: Any = create_transfer_context(caches, instance_id=1, req_client=client, mode=mode)
-    context.register(caches, "bench", 1, 1, seconds)
-    step = max(1, (32 << 20) // world.page)
+    def __init__(self, world: _World, mode: str) -> None:
+        from lmcache.v1.multiprocess.transfer_context import create_transfer_context
+        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-    def requests() -> list[tuple[range, Any]]:
+        self.world = world
+        port, torch = _port(), world.torch
+        self._server = _started(self._command(port, mode), port)
+        self._client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}")
+        # Block 0 is unused; then the stored blocks, then the target blocks.
+        self._cache = torch.zeros(
+            (2, 2 * world.count + 1, 8, TOKENS, world.shape[-1] // 8), dtype=world.dtype
+        ).share_memory_()
+        self._stored = self._cache[:, 1 : world.count + 1].view(torch.uint8)
+        self._loaded = self._cache[:, world.count + 1 :].view(torch.uint8)
+        self._stored.random_(0, 256)
+        self._caches = {"layer.0": self._cache}
+        self._context: Any = create_transfer_context(
+            self._caches, instance_id=1, req_client=self._client, mode=mode
+        )
+        self._context.register(self._caches, "bench", 1, 1, SERVER_SECONDS)
+
+    def _command(self, port: int, mode: str) -> list[str]:
+        gigabytes = 3 * self.world.count * self.world.page / 2**30 + 0.25
+        command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += [
+            "--chunk-size",
+            str(TOKENS),
+            "--l1-size-gb",
+            f"{gigabytes:.2f}",
+            "--eviction-policy",
+            "LRU",
+        ]
+        command += ["--supported-transfer-mode", mode, "--disable-observability", "--no-l1-use-lazy"]
+        command += ["--http-host", "127.0.0.1", "--http-port", str(_port())]
+        return [*command, "--shm-name", f"kvloom-bench-{os.getpid()}-{port}"]
+
+    def _requests(self) -> list[tuple[range, Any]]:
+        """Return the pages of each request of this round, with their key."""
+        from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+        world = self.world
+        step = max(1, (32 << 20) // world.page)
         made = []
         for at in range(0, world.count, step):
             pages = range(at, min(at + step, world.count))
@@ -234,22 +255,22 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             )
         return made
 
-    def put() -> None:
-        for pages, key in requests():
+    def put(self) -> None:
+        for pages, key in self._requests():
             blocks = [[1 + number for number in pages]]
-            event = context.create_recorded_event()
-            if not context.submit_store(key.request_id, key, caches, blocks, event, 1).result(
-                timeout=seconds
-            ):
+            event = self._context.create_recorded_event()
+            done = self._context.submit_store(key.request_id, key, self._caches, blocks, event, 1)
+            if not done.result(timeout=SERVER_SECONDS):
                 raise RuntimeError("LMCache's multi-process server did not store the pages")
 
-        for pages, key in requests():
-            wait_for(len(pages), key)
+        for pages, key in self._requests():
+            self._wait_for(len(pages), key)
 
-    def wait_for(pages: int, key: Any) -> None:
+    def _wait_for(self, pages: int, key: Any) -> None:
         """Wait until a lookup finds the pages. This is needed because the server confirms a store before it has ended.
         The lookup also takes the read locks of the pages.
         """
+        client, seconds = self._client, SERVER_SECONDS
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)
@@ -262,34 +283,36 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             client.end_session(key.request_id).result(timeout=seconds)
             time.sleep(0.0005)
 
-    def get() -> None:
-        for pages, key in requests():
-            blocks = [[1 + world.count + number for number in pages]]
-            event = context.create_recorded_event()
-            done = context.submit_retrieve(key.request_id, key, caches, blocks, event, 1)
-            if not done.result(timeout=seconds):
+    def get(self) -> None:
+        for pages, key in self._requests():
+            blocks = [[1 + self.world.count + number for number in pages]]
+            event = self._context.create_recorded_event()
+            done = self._context.submit_retrieve(key.request_id, key, self._caches, blocks, event, 1)
+            if not done.result(timeout=SERVER_SECONDS):
                 raise RuntimeError("LMCache's multi-process server lost a page")
 
-    def check() -> None:
-        if not torch.equal(cache[:, stored].view(torch.uint8), cache[:, came].view(torch.uint8)):
+    def check(self) -> None:
+        if not self.world.torch.equal(self._stored, self._loaded):
             raise RuntimeError("LMCache returned different bytes")
-        cache[:, came] = 0
+        self._loaded.zero_()
 
-    def clear() -> None:
-        for _, key in requests():
-            client.end_session(key.request_id).result(timeout=seconds)
+    def clear(self) -> None:
+        for _, key in self._requests():
+            self._client.end_session(key.request_id).result(timeout=SERVER_SECONDS)
 
-    def end() -> None:
-        context.close()
-        client.close()
-        _end(server)
-        for left in Path("/dev/shm").glob(
-            f"lmcache_kv_{os.getpid()}_*"
-        ):  # its worker leaves that to the end of the process
+    def close(self) -> None:
+        self._context.close()
+        self._client.close()
+        _end(self._server)
+        # LMCache's worker leaves this to the end of the process.
+        for left in Path("/dev/shm").glob(f"lmcache_kv_{os.getpid()}_*"):
             left.unlink(missing_ok=True)
 
-    world.close, world.check = end, check  # type: ignore[method-assign]
-    return put, get, clear
+
+def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    server = _MultiProcess(world, mode)
+    world.close, world.check = server.close, server.check  # type: ignore[method-assign]
+    return server.put, server.get, server.clear
 
 
 Verbs = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]

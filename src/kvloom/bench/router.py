@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -24,9 +22,10 @@ import numpy as np
 
 from kvloom.arguments import whole
 
+from .fleet import Process, free_port, ready
 from .router_load import loop_factory, send_load
 
-__all__ = ["Process", "free_port", "main", "ready"]
+__all__ = ["main"]
 
 BLOCKS_PER_EVENT = 32
 EVENTS_PER_BATCH = 16
@@ -109,8 +108,8 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Returns medians
-    over many prompts."""
+    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Each worker has
+    four open requests. Returns medians over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
@@ -120,7 +119,10 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
     names = [f"w{i}" for i in range(workers)]
     for name in names:
         index.add(name)
-        scorer.loads[name] = WorkerLoad(1_000_000, speed)
+        scorer.loads[name] = load = WorkerLoad(1_000_000, speed)
+        for number, tokens in enumerate(rng.integers(16, 16 * blocks, 4).tolist()):
+            load.sent(number, tokens, tokens, 0.0)
+        load.first_token(0, 0.0)  # the other requests wait
     root, none = root_hash("m"), raw_tokens(b"")
     prompts = [rng.integers(0, 100_000, blocks * 16).astype(np.int32) for _ in range(8)]
     hashes = [wire_hashes(hash_chain(root, token_bytes(prompt))) for prompt in prompts]
@@ -135,7 +137,7 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
         chain = hashes[i % len(hashes)]
         began = time.perf_counter()
         lengths = index.lengths(chain)
-        scorer.choose(blocks * 16, lengths, names, float(i))
+        scorer.choose(blocks * 16, lengths, names, 1e-3 * i)
         times.append(time.perf_counter() - began)
         began = time.perf_counter()
         wire_hashes(hash_chain(root, token_bytes(prompts[i % len(hashes)])))
@@ -204,40 +206,3 @@ def _cpu_seconds(pid: int) -> float:
     except OSError:
         return float("nan")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def ready(session: Any, url: str, seconds: float = 60.0) -> None:
-    """Wait until a URL answers with status 200."""
-    async with asyncio.timeout(seconds):
-        while True:
-            try:
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                pass
-            await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
-
-
-class Process:
-    """A child process that ends with the `with` block."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(self._command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)

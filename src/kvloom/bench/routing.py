@@ -32,7 +32,7 @@ from kvloom.models.specs import folder_of
 from kvloom.replay import Request, Traffic, number_blocks, replay
 
 from .agent_sessions import AgentLoad, Session, Turn, shared_tokens
-from .router import Process, free_port, ready
+from .fleet import Process, free_port, ready
 
 __all__ = ["main"]
 

@@ -101,7 +101,7 @@ class CacheState:
         """Columns of the token groups with full attention."""
         self._refuse_too_small()
         self.media_ids = MediaIds()
-        publisher = EventPublisher(layout, self.events, self.media_ids.digest_of)
+        publisher = EventPublisher(layout, self.events, self.media_ids)
         self.tree = RadixTree(layout, self.pages, self.states, publisher)
         outlives_prompt = any(group.spec.lifetime != PROMPT for group in layout.of("media"))
         self.media_cache = MediaCache(self.media, publisher, outlives_prompt)

@@ -114,9 +114,6 @@ class _Recorder(Pages):
                 seen[:] = [torch.maximum(seen[0], top) if seen else top]
         return super().attend(layer_idx, query, key, value, *how, **named)
 
-    def singles(self, layer_idx: int) -> None:
-        """Return None. Every step then calls `attend`, which records the values."""
-
     @property
     def tokens(self) -> int:
         """Number of tokens that every layer has written."""

@@ -25,6 +25,9 @@ from .sampling import GrammarLimits
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
+MOST_TREE_NODES = 63
+"""A row of a step has at most 64 tokens: the nodes and the token before them."""
+TREE = "tree="
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode", "encode"]
 """Role of a worker in a cluster."""
@@ -99,12 +102,13 @@ class EngineConfig:
     """Whether steps are replayed from CUDA graphs, on a GPU."""
     speculate: str = "off"
     """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
-    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
+    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp"). With "tree=NODES" ("mtp,tree=16"), a head
+    drafts trees of up to NODES tokens.
 
     "auto" is "suffix". The controller decides whether proposers are used, and how long drafts are."""
     draft_tokens: int | None = None
     """Largest number of draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
-    heads of the checkpoint, and 16 for "ngram" and "suffix"."""
+    heads of the checkpoint, and 16 for "ngram" and "suffix". For trees, this is the largest depth."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -136,6 +140,8 @@ class EngineConfig:
     """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
     kv_events_tier_tokens: bool = False
     """Whether events of tiers also contain parents and token ids, for Dynamo. Costs about 300 bytes per block."""
+    kv_events_key: str | None = None
+    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means plain events."""
 
     @property
     def objective(self) -> Objective:
@@ -157,7 +163,24 @@ class EngineConfig:
         """The proposers, in the order in which they are tried."""
         if self.speculate == "off":
             return []
-        return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
+        parts = ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
+        return [part for part in parts if not part.startswith(TREE)]
+
+    @property
+    def tree_nodes(self) -> int:
+        """Largest number of tokens in a draft tree. 0 if drafts are chains."""
+        given = [part.removeprefix(TREE) for part in self.speculate.split(",") if part.startswith(TREE)]
+        if not given:
+            return 0
+        if len(given) > 1 or not given[0].isdecimal() or not 2 <= int(given[0]) <= MOST_TREE_NODES:
+            raise ValueError(
+                f"speculate {self.speculate!r}: tree is a number of nodes from 2 to {MOST_TREE_NODES}, such as tree=16"
+            )
+        if not self.head:
+            raise ValueError(
+                f"speculate {self.speculate!r}: only heads draft trees: use mtp or eagle=FOLDER, or remove tree"
+            )
+        return int(given[0])
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -178,12 +201,15 @@ class EngineConfig:
         if self.encode_seconds <= 0:
             raise ValueError(f"encode_seconds {self.encode_seconds} must be positive")
         self._check_proposers()
+        _ = self.tree_nodes  # raises for invalid values
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
+        if self.kv_events_key is not None and self.kv_events is None:
+            raise ValueError("kv_events_key needs kv_events: give the address of the events, too")
         _ = self.event_settings, self.objective  # raise for invalid values
 
     def _check_proposers(self) -> None:
@@ -211,6 +237,7 @@ class EngineConfig:
             self.kv_events_topic,
             self.kv_events_encoding,
             self.kv_events_tier_tokens,
+            key=self.kv_events_key,
         )
 
 

@@ -24,7 +24,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -35,6 +35,7 @@ from .execution import (
     HeadRunner,
     InflightStep,
     ModelRunner,
+    MovedToken,
     OutputProcessor,
     PoolRule,
     PoolSize,
@@ -74,7 +75,7 @@ from .speculation import (
 )
 
 if TYPE_CHECKING:
-    from kvloom.events_wire import WirePublisher
+    from kvloom.events_wire import EventSettings, WirePublisher
 
 __all__ = ["Engine"]
 
@@ -122,7 +123,7 @@ class Engine:
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         draft_rows = 0
         if config.speculate != "off":
             wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
@@ -139,38 +140,22 @@ class Engine:
             memory.batch_invariant,
             2 * draft_rows,
             draft_length=draft_length,
+            trees=config.tree_nodes > 0,
         )
+        if config.tree_nodes:
+            self._check_trees()
         self._draft_runner: ModelRunner | None = None
-        self.offload: OffloadManager | None = None
+        self.offload = self._open_tiers(memory.batch_invariant) if config.tiers else None
         """Offloads and loads pages. None if the engine has no tiers."""
-        if config.tiers:
-            self.offload = open_offload(
-                config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
-            )
-            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
-            if self.vision is not None:
-                self.vision.store = self.offload.image_store(*self.vision.embedding_shape)
-            if memory.batch_invariant:
-                self.offload.cold = None
-                self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.encoders: RemoteEncoders | None = None
         """Encode workers. None if images are encoded here."""
         if config.encoders and self.vision is not None:
             self.encoders = RemoteEncoders(
                 config.encoders, image_part, self.vision.embedding_shape, config.encode_seconds
             )
-        self.events: WirePublisher | None = None
+        events = config.event_settings
+        self.events = None if events is None else self._open_events(events)
         """Publishes block events to routers. None if events are not configured."""
-        if config.event_settings is not None:
-            from kvloom.events_wire import TierBlocks, WirePublisher
-
-            self.events = WirePublisher(self.cache, config.event_settings)
-            for tier in self.offload.watch_tiers() if self.offload is not None else ():
-                fingerprints = {
-                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
-                }
-                states = {group.index for group in self.layout.of("state")}
-                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -189,8 +174,11 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
-            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
-        self._output_processor = OutputProcessor(self.scheduler, self.eos)
+            self.speculation = Speculation(
+                self._proposers(draft), config.draft_tokens, self.eos, draft_rows, config.tree_nodes
+            )
+        self._token_mover = TokenMover(self.cache, self.buffer)
+        self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -198,6 +186,40 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _open_tiers(self, batch_invariant: bool) -> OffloadManager:
+        """Open the tiers, and give host memory to the runner and to the images."""
+        offload = open_offload(
+            self.config.tiers, self.cache, self.buffer, self._apply_copies, self.config.offload
+        )
+        self.runner.pages.set_host_memory(torch.from_numpy(offload.host.arena))
+        if self.vision is not None:
+            self.vision.store = offload.image_store(*self.vision.embedding_shape)
+        if batch_invariant:
+            offload.cold = None
+            offload.cold_refusal = refused("batch_invariant, cold pages")
+        return offload
+
+    def _open_events(self, settings: EventSettings) -> WirePublisher:
+        """Publish the block events of the pool and of the tiers."""
+        from kvloom.events_wire import TierBlocks, WirePublisher
+
+        events = WirePublisher(self.cache, settings)
+        states = {group.index for group in self.layout.of("state")}
+        for tier in self.offload.watch_tiers() if self.offload is not None else ():
+            fingerprints = {
+                group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+            }
+            events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
+        return events
+
+    def _check_trees(self) -> None:
+        """Raise ValueError if the model cannot compute draft trees."""
+        nodes = self.config.tree_nodes
+        if self.cache.has_states:
+            raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
+        if self.runner.pages.is_invariant:
+            raise ValueError(refused("tree, batch_invariant", nodes=nodes))
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
@@ -220,14 +242,16 @@ class Engine:
         assert config.max_running is not None
         sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
         sampled = self.runner.chosen
-        draft_length = longest_draft(config.proposers, config.draft_tokens)
+        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         if config.head:
             if self.runner.decoder is None:
                 raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
             head = self._draft_runner = HeadRunner(
                 draft, self.cache, self.buffer, *sizes, config.cuda_graphs, self.runner, draft_length
             )
-            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
+            name = config.head.partition("=")[0]
+            depth = longest_draft([name], config.draft_tokens) if config.tree_nodes else 0
+            return HeadProposer(name, head, *beside, sampled, complete, depth)
         runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
@@ -611,6 +635,9 @@ class Engine:
         self._apply_copies()
         if not work:
             return None
+        if any(draft.parents for draft in proposed.values()):
+            supported = self.runner.supports_trees([part for _, part in work])
+            work = Speculation.add_trees(work, proposed, supported)
         ready = [
             i
             for i, (request, part) in enumerate(work)
@@ -671,6 +698,13 @@ class Engine:
             embeddings,
             drafts if speculates else (),
         )
+
+    def _move_tokens(self, moved: list[MovedToken]) -> None:
+        """Move accepted tokens of draft trees to their slots. Pending copies run first, because the block tables
+        already contain their targets."""
+        self._apply_copies()
+        rows, sources, targets = np.array(moved).T
+        self._token_mover.move(rows, sources, targets)
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then run the pending copies inside the pool."""

@@ -51,7 +51,7 @@ INVARIANT = "make the tokens of a request independent of the other requests in a
 SPECULATE = (
     "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
     "draft=MODEL (a small model with the same tokenizer), mtp (multi-token-prediction heads of the checkpoint), "
-    "eagle=FOLDER (an EAGLE-3 head), "
+    "eagle=FOLDER (an EAGLE-3 head), mtp,tree=NODES or eagle=FOLDER,tree=NODES (a head that drafts trees), "
     "several in order (suffix,draft=MODEL), auto (suffix), or off (default: off; docs/speculation.md)"
 )
 SLO_TTFT = "milliseconds to the first token: a request that would take longer is refused at once (default: no objective)"
@@ -118,6 +118,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --kv-events: events as maps (vLLM 0.32) or as arrays (earlier vLLM, llm-d) (default: map)")  # fmt: skip
     add("--kv-events-tier-tokens", action="store_true",
         help="with --kv-events: events of tiers also contain parents and token ids, for Dynamo's indexer")  # fmt: skip
+    add("--kv-events-key", metavar="FILE",
+        help="with --kv-events: file with CURVE keys; only routers with the same keys get events (default: plain; docs/cluster.md)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("objectives (docs/admission.md)").add_argument
@@ -136,7 +138,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
     add("--speculate", default="off", metavar="HOW", help=SPECULATE)
-    drafts = "largest number of draft tokens of a request in one step (default: 4 for a draft model or EAGLE head, 3 for mtp, else 16)"
+    drafts = "largest number of draft tokens of a request in one step (default: 4 for a draft model or EAGLE head, 3 for mtp, else 16); the largest depth of a tree"
     add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "limit of CPU seconds to compile one grammar, and for its masks in each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)

@@ -1,6 +1,7 @@
 """KV events in vLLM's ZMQ format. A worker publishes them, and a router receives them.
 
     settings.py      addresses and format of the events
+    curve.py         keys with which the sockets are encrypted and authenticated
     messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
     tier_blocks.py   the blocks of host memory and of disk tiers
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .settings import EventSettings, offset_port
 
 if TYPE_CHECKING:
+    from .curve import CurveKey
     from .messages import (
         GPU,
         MEDIA,
@@ -44,6 +46,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "CurveKey",
     "EventBatch",
     "EventDecoder",
     "EventSettings",
@@ -61,6 +64,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "CurveKey": "curve",
     "WirePublisher": "publisher",
     "Followed": "subscriber",
     "Subscriber": "subscriber",

@@ -34,6 +34,7 @@ from kvloom.core import (
 )
 
 from .block_tokens import BlockTokens
+from .curve import CurveKey
 from .messages import (
     AllBlocksCleared,
     BlockRemoved,
@@ -45,7 +46,7 @@ from .messages import (
     raw_tokens,
     wire_hashes,
 )
-from .settings import EventSettings
+from .settings import EventSettings, is_local
 from .tier_blocks import TierBlocks
 
 __all__ = ["END", "SNAPSHOT", "WirePublisher"]
@@ -72,7 +73,7 @@ KIND_NAMES = {
 class WirePublisher:
     """Publishes a cache's events. The engine's thread calls `flush` after every step, and `close` at the end.
 
-    Raises OSError if an address is unavailable."""
+    Raises OSError if an address is unavailable, and ValueError if the key file is invalid."""
 
     def __init__(self, cache: KVCache, settings: EventSettings) -> None:
         import zmq
@@ -97,14 +98,23 @@ class WirePublisher:
         self._sequence = 0
         self._wake, self._closing = threading.Event(), False
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        key = None if settings.key is None else CurveKey.read(settings.key)
+        for address in (settings.endpoint, settings.replay):
+            if key is None and address is not None and not is_local(address):
+                log.warning(
+                    "events on %s are neither encrypted nor authenticated: give --kv-events-key FILE, or let a firewall "
+                    "admit only routers",
+                    address,
+                )
         self._context = zmq.Context()
+        self._authenticator = None if key is None else key.open_authenticator(self._context)
         try:
-            self._socket = _bound(self._context, zmq.PUB, settings.endpoint)
+            self._socket = _bound(self._context, zmq.PUB, settings.endpoint, key)
             self._replay = (
-                None if settings.replay is None else _bound(self._context, zmq.ROUTER, settings.replay)
+                None if settings.replay is None else _bound(self._context, zmq.ROUTER, settings.replay, key)
             )
         except OSError:
-            self._context.destroy(linger=0)
+            self._end(linger=0)
             raise
         self._unsubscribe = cache.events.subscribe(self._on_event)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -177,7 +187,13 @@ class WirePublisher:
                     self._wake.wait(POLL_SECONDS)
                     self._wake.clear()
         finally:
-            self._context.destroy(linger=200)
+            self._end(linger=200)
+
+    def _end(self, linger: int) -> None:
+        """Close the sockets. Waits up to `linger` milliseconds until queued messages are sent."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=linger)
 
     def _send_queued(self) -> None:
         while self._queue:
@@ -288,10 +304,12 @@ def _window(group: PageGroup) -> int | None:
     return group.spec.visibility.size if group.spec.visibility.windowed else None
 
 
-def _bound(context: Any, kind: int, address: str) -> Any:
+def _bound(context: Any, kind: int, address: str, key: CurveKey | None) -> Any:
     import zmq
 
     socket = context.socket(kind)
+    if key is not None:
+        key.protect_server(socket)
     socket.setsockopt(zmq.SNDHWM, 100_000)
     socket.setsockopt(zmq.LINGER, 200)
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
-__all__ = ["EventSettings", "offset_port"]
+__all__ = ["EventSettings", "is_local", "offset_port"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class EventSettings:
     "bytes" sends whole hashes. `topic` is the first frame of each batch. `encoding` selects how events are sent: as
     maps, as vLLM does since version 0.32, or as arrays, as earlier versions did. With `tier_tokens`, events of
     tiers contain parents and tokens, which Dynamo's indexer needs. vLLM's events of its offloaded blocks contain
-    neither.
+    neither. `key` is the file of a `CurveKey`: only subscribers with this key get events.
     """
 
     endpoint: str
@@ -28,6 +29,7 @@ class EventSettings:
     encoding: Literal["map", "array"] = "map"
     tier_tokens: bool = False
     rank: int = 0
+    key: str | None = None
 
     def __post_init__(self) -> None:
         for name, address in (("kv_events", self.endpoint), ("kv_events_replay", self.replay)):
@@ -39,6 +41,15 @@ class EventSettings:
             raise ValueError(f"kv_events_hashes {self.hashes!r} is not one of int64, bytes")
         if self.encoding not in ("map", "array"):
             raise ValueError(f"kv_events_encoding {self.encoding!r} is not one of map, array")
+
+
+def is_local(address: str) -> bool:
+    """Whether only programs on this machine can reach a ZMQ address."""
+    host = urlsplit(address).hostname if address.startswith("tcp:") else "localhost"
+    try:
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def _is_address(address: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from .curve import CurveKey
 from .messages import AllBlocksCleared, EventBatch, EventDecoder
 from .publisher import END, SNAPSHOT
 
@@ -50,12 +51,17 @@ class Subscriber:
     `apply`, in order.
 
     If a batch contains AllBlocksCleared, `apply` must remove the worker's pages. An invalid message is counted and
-    does not raise."""
+    does not raise. If the worker publishes with a key, `key` must be the same key."""
 
     def __init__(
-        self, endpoint: str, replay: str | None, apply: Callable[[EventBatch], None], topic: str = ""
+        self,
+        endpoint: str,
+        replay: str | None,
+        apply: Callable[[EventBatch], None],
+        topic: str = "",
+        key: CurveKey | None = None,
     ) -> None:
-        self.counts = Followed()
+        self.counts, self._key = Followed(), key
         self._endpoint, self._replay, self._apply, self._topic = endpoint, replay, apply, topic
         self._decoder = EventDecoder()
         self._last: int | None = None
@@ -69,6 +75,8 @@ class Subscriber:
         socket = context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+        if self._key is not None:
+            self._key.protect_client(socket)
         socket.connect(self._endpoint)
         try:
             await self._resync(context)
@@ -165,6 +173,8 @@ class Subscriber:
         if self._replay is None:
             return None
         socket = context.socket(zmq.DEALER)
+        if self._key is not None:
+            self._key.protect_client(socket)
         socket.connect(self._replay)
         parts: list[tuple[int, bytes]] = []
         try:

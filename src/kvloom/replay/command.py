@@ -75,6 +75,31 @@ def arguments(parser: ArgumentParser) -> None:
         metavar="R",
         help="target hit rate of --size (default: 0.9 of the ideal)",
     )
+    _add_cost_arguments(parser)
+    _add_fleet_arguments(parser)
+    add("--repeat", type=whole(1), default=1, metavar="N",
+        help="replay so many copies of the traces at once, as of other users (default: 1)")  # fmt: skip
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of agent sessions' start times (default: 0)",
+    )
+    add(
+        "--spread",
+        type=number(0),
+        default=3600.0,
+        metavar="S",
+        help="seconds over which agent sessions start (default: 3600)",
+    )
+    add("--ended", action="store_true", help="end each session after its last request")
+    add("--plot", metavar="FILE", help="write hit-rate curves to this image (needs kvloom[plot])")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _add_cost_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
     add("--cost", action="store_true", help="estimate TTFT and throughput, too")
     add(
         "--parameters",
@@ -91,6 +116,11 @@ def arguments(parser: ArgumentParser) -> None:
         help="achieved TFLOP/s of one device (default: 450)",
     )
     add("--devices", type=whole(1), default=1, metavar="N", help="number of devices (default: 1)")
+
+
+def _add_fleet_arguments(parser: ArgumentParser) -> None:
+    """Add the options of several workers: routes, roles, objectives, and the search for the fewest workers."""
+    add = parser.add_argument
     workers = "simulate so many workers behind a router; --capacity is that of each worker, and its eviction policy is lru"
     add("--workers", type=whole(1), metavar="N", help=workers)
     route = "with --workers: kv (the router's own scoring) or round-robin; repeatable (default: both)"
@@ -117,25 +147,6 @@ def arguments(parser: ArgumentParser) -> None:
         "with --plan: parts of the trace for which a switch of roles is considered (default: 4; 1: none)"
     )
     add("--windows", type=whole(1), default=4, metavar="N", help=windows)
-    add("--repeat", type=whole(1), default=1, metavar="N",
-        help="replay so many copies of the traces at once, as of other users (default: 1)")  # fmt: skip
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of agent sessions' start times (default: 0)",
-    )
-    add(
-        "--spread",
-        type=number(0),
-        default=3600.0,
-        metavar="S",
-        help="seconds over which agent sessions start (default: 3600)",
-    )
-    add("--ended", action="store_true", help="end each session after its last request")
-    add("--plot", metavar="FILE", help="write hit-rate curves to this image (needs kvloom[plot])")
-    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: Namespace) -> int:

@@ -103,7 +103,8 @@ class ModelSet:
             )
         folder = await asyncio.to_thread(_allowed_folder, asked, options.model_folders)
         first = options.models[0].start
-        settings = {**first.settings, "kv_events": None, "kv_events_replay": None}  # the ports are taken
+        taken = dict.fromkeys(("kv_events", "kv_events_replay", "kv_events_key"))  # the ports are taken
+        settings = {**first.settings, **taken}
         start = msgspec.structs.replace(
             first, model=str(folder), cpu_dtype="auto", progress=False, settings=settings
         )

@@ -14,14 +14,16 @@ affinity-seconds = 0.1
 
 [workers.decode]
 model = "meta-llama/Llama-3.1-8B-Instruct"
-role = "decode"                     # prefill, decode or both
+role = "decode"                     # prefill, decode, both or encode
 replicas = 2
 max-replicas = 6                    # if larger than replicas: the number follows the load
 target-requests = 16                # open requests per replica that scaling aims at
 gpus = 1
-host-memory = "64GiB"               # prefill workers share their host memory, and decode workers read it
+host-memory = "64GiB"               # prefill and encode workers share their host memory, others read it
 [workers.decode.arguments]          # arguments of `kvloom serve`
 pool = "60GiB"
+
+Workers ask the encode workers of the same model for the embeddings of images.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ from typing import Any
 
 __all__ = ["ClusterFile", "Group"]
 
-ROLES = ("prefill", "decode", "both")
+ROLES = ("prefill", "decode", "both", "encode")
 SHARE_PORT = 7400
+"""First port at which workers share pages. Encode workers use the ports from ENCODE_PORT on."""
+ENCODE_PORT = 7500
 SURGE = 2
-"""Number of ports of a prefill group in addition to one port per replica. In a rolling restart, old and new
-replicas run at the same time.
+"""Number of ports of a sharing group in addition to one port per replica. In a rolling restart, old and new replicas
+run at the same time.
 """
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
@@ -75,13 +79,20 @@ class Group:
     scale_seconds: float = 30.0
 
     @property
-    def share_ports(self) -> range:
-        """Ports at which replicas of a prefill group share their pages."""
-        return range(self.share_port, self.share_port + self.max_replicas + SURGE)
+    def model(self) -> str:
+        """Model of a group of workers."""
+        return self.arguments[0]
 
-    def digest(self) -> str:
-        """Return a digest of the group. If the digest changes, the replicas restart."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+    @property
+    def shares(self) -> bool:
+        """Whether other workers read pages from the replicas of this group."""
+        return self.role in ("prefill", "encode")
+
+    @property
+    def share_ports(self) -> range:
+        """Ports at which replicas of the group may share pages. Empty if they do not share pages."""
+        count = self.max_replicas + SURGE if self.shares else 0
+        return range(self.share_port, self.share_port + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,32 @@ class ClusterFile:
         groups._check()
         return groups
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, in the order in which they start. Workers that others read from start first, routers last."""
+        order = {"encode": 0, "prefill": 1}
+        return (*sorted(self.workers, key=lambda group: order.get(group.role, 2)), self.router)
+
+    def page_sources(self, group: Group) -> list[Group]:
+        """Return the prefill groups whose pages the replicas of a group read."""
+        reads = group.host_memory is not None and not group.shares
+        return [one for one in self.workers if reads and one.role == "prefill"]
+
+    def encoders(self, group: Group) -> list[Group]:
+        """Return the encode groups that encode the images of a group: those with the same model."""
+        if group.command == "route" or group.role == "encode":
+            return []
+        return [one for one in self.workers if one.role == "encode" and one.model == group.model]
+
+    def digest(self, group: Group) -> str:
+        """Return a digest of everything that the command lines of a group depend on. If the digest changes, the
+        replicas restart."""
+        read = [*self.page_sources(group), *self.encoders(group)]
+        ports = [(one.role, one.share_port, len(one.share_ports)) for one in read]
+        common = [self.bind, self.peer_secret, self.environment]
+        text = json.dumps([asdict(group), ports, common], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def _check(self) -> None:
         """Parse the arguments of every group with the parser of its command. Raises ValueError if the command would
         refuse them.
@@ -152,12 +189,25 @@ class ClusterFile:
                 parser.parse_intermixed_args(list(group.arguments))
             except ValueError as error:
                 raise ValueError(f"arguments of {group.name}: {error}") from None
+        self._check_ports()
         if self.bind != "127.0.0.1" and self.peer_secret is None:
             shared = next((group.name for group in self.workers if group.host_memory), None)
             if shared is not None:
                 raise ValueError(
                     f'bind = "{self.bind}" and host-memory of {shared} need peer-secret in [cluster]'
                 )
+
+    def _check_ports(self) -> None:
+        """Raise ValueError if encode workers and prefill workers could share pages at the same port."""
+        for group in self.workers:
+            for other in self.workers:
+                if group.role == "encode" and other.role == "prefill":
+                    both = set(group.share_ports) & set(other.share_ports)
+                    if both:
+                        raise ValueError(
+                            f"share-port of {group.name} and {other.name}: both may use port {min(both)}; choose ports "
+                            f"that are {len(group.share_ports)} apart"
+                        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -179,13 +229,16 @@ def _worker(name: str, table: Any) -> Group:
     most = _whole(table, "max-replicas", replicas)
     if most < replicas:
         raise ValueError(f"{where} max-replicas {most} is below replicas {replicas}")
-    if role == "prefill" and "host-memory" not in table:
-        raise ValueError(f"{where} needs host-memory: a prefill worker shares its pages from there")
+    if role in ("prefill", "encode") and "host-memory" not in table:
+        raise ValueError(
+            f"{where} needs host-memory: workers with the role {role} share their pages from there"
+        )
+    share_port = ENCODE_PORT if role == "encode" else SHARE_PORT
     words = (str(table["model"]), *_words(table.get("arguments", {}), f"[workers.{name}.arguments]"))
     return Group(
         name, "serve", words, role, replicas, most,
         _number(table, "target-requests", 16.0), _number(table, "cpus", 1.0), _number(table, "gpus", 0.0), 0,
-        table.get("host-memory"), _whole(table, "share-port", SHARE_PORT), _number(table, "drain-seconds", 30.0),
+        table.get("host-memory"), _whole(table, "share-port", share_port), _number(table, "drain-seconds", 30.0),
         _number(table, "start-seconds", 600.0), _number(table, "scale-seconds", 30.0),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     cluster = ClusterFile.read(args.file)
     if args.dry_run:
-        commands = {group.name: _example(cluster, group) for group in (*cluster.workers, cluster.router)}
+        commands = {group.name: _example(cluster, group) for group in cluster.groups}
         lines = "\n".join(f"{name}: {' '.join(words)}" for name, words in commands.items())
         print(json.dumps(commands, indent=2) if args.json else lines)
         return 0
@@ -69,13 +69,11 @@ def deploy(cluster: ClusterFile, restart: bool = False) -> None:
 
     members = members_of(cluster.name)
     before: dict[str, str] = ray.get(members.digests.remote())
-    now = {group.name: group.digest() for group in (*cluster.workers, cluster.router)}
-    # Prefill workers first: decode workers read their addresses when they start.
-    order = sorted((*cluster.workers, cluster.router), key=lambda group: (group.command == "route", group.role != "prefill"))  # fmt: skip
+    now = {group.name: cluster.digest(group) for group in cluster.groups}
     for name in before.keys() - now.keys():
         serve.delete(_app(cluster, name))
     running = serve.status().applications
-    for group in order:
+    for group in cluster.groups:
         name = _app(cluster, group.name)
         if not restart and before.get(group.name) == now[group.name] and name in running:
             continue
@@ -112,7 +110,7 @@ def _deployment(cluster: ClusterFile, group: Group) -> Any:
         graceful_shutdown_wait_loop_s=0.1,
         **options,
     )
-    return deployment.bind(cluster.name, group, cluster.bind, cluster.peer_secret, cluster.environment)
+    return deployment.bind(cluster, group)
 
 
 def stop(cluster: ClusterFile) -> None:
@@ -146,9 +144,8 @@ def status(cluster: ClusterFile) -> list[dict[str, Any]]:
         living = ray.get(members.living.remote(group.command))
         urls = sorted(url for url, about in living.items() if about["group"] == group.name)
         status_ = "NOT_STARTED" if app is None else app.status.value
-        found.append(
-            {"group": group.name, "role": group.role, "status": status_, "replicas": states, "urls": urls}
-        )
+        role = "router" if group.command == "route" else group.role
+        found.append({"group": group.name, "role": role, "status": status_, "replicas": states, "urls": urls})
     return found
 
 
@@ -161,13 +158,16 @@ def _example(cluster: ClusterFile, group: Group) -> list[str]:
     from .replicas import command_of
 
     host = "NODE" if cluster.bind == "node" else cluster.bind
-    sharing = [one for one in cluster.workers if one.role == "prefill"]
-    peers = [f"{host}:{port}" for one in sharing for port in one.share_ports]
-    return command_of(group, host, [group.port, 0, 0, group.share_port], peers, cluster.peer_secret)[2:]
+    peers, encoders = (
+        [f"{host}:{port}" for one in groups for port in one.share_ports]
+        for groups in (cluster.page_sources(group), cluster.encoders(group))
+    )
+    ports = [group.port, 0, 0, group.share_port]
+    return command_of(group, host, ports, peers, encoders, cluster.peer_secret)[2:]
 
 
 def _table(found: list[dict[str, Any]]) -> str:
     return "\n".join(
-        f"{one['group']:12} {one['status']:12} {' '.join(f'{n} {state}' for state, n in one['replicas'].items()):20} {' '.join(one['urls'])}"
+        f"{one['group']:12} {one['role']:8} {one['status']:12} {' '.join(f'{n} {state}' for state, n in one['replicas'].items()):20} {' '.join(one['urls'])}"
         for one in found
     )

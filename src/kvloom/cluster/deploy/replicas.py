@@ -20,14 +20,14 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from .cluster_file import Group
+from .cluster_file import ClusterFile, Group
 from .members import members_of
 
 __all__ = ["Replica", "by_load", "command_of"]
 
 ANNOUNCE_SECONDS = 1.0
 PEER_SECONDS = 60.0
-"""Seconds that a decode worker waits for the first prefill worker before it starts."""
+"""Seconds that a worker waits, before it starts, for the first replica of a group that it reads from."""
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
@@ -39,73 +39,87 @@ def by_load(context: Any) -> tuple[int, dict[str, Any]]:
     return max(wanted, context.capacity_adjusted_min_replicas), {}
 
 
-def command_of(group: Group, host: str, ports: list[int], peers: list[str], secret: str | None) -> list[str]:
+def command_of(
+    group: Group, host: str, ports: list[int], peers: list[str], encoders: list[str], secret: str | None
+) -> list[str]:
     """Return the command line of a replica. `ports` are the ports for HTTP, events, replay and shared pages.
-    `peers` are the addresses at which prefill workers share pages."""
+    `peers` and `encoders` are the addresses at which prefill workers and encode workers share pages."""
     words = [sys.executable, "-m", "kvloom.cli", group.command, *group.arguments]
     words += ["--host", host, "--port", str(ports[0])]
     if group.command == "route":
         return words
     words += ["--role", group.role, "--drain-seconds", f"{group.drain_seconds:g}"]
-    words += ["--kv-events", f"tcp://{host}:{ports[1]}", "--kv-events-replay", f"tcp://{host}:{ports[2]}"]
-    key = "" if secret is None else f"&secret={secret}"
-    if group.host_memory and group.role == "prefill":
-        words += ["--tier", f"host:{group.host_memory}?share={host}:{ports[3]}{key}"]
+    key = "" if secret is None else f"secret={secret}"
+    if group.shares:
+        words += ["--tier", f"host:{group.host_memory}?share={host}:{ports[3]}{key and '&' + key}"]
     elif group.host_memory:
         words += ["--tier", f"host:{group.host_memory}"]
-        for peer in peers:
-            words += ["--tier", f"peer://{peer}?optional=1&write=back{key}"]
+    for peer in peers:
+        words += ["--tier", f"peer://{peer}?optional=1&write=back{key and '&' + key}"]
+    for encoder in encoders:
+        words += ["--encoder", f"peer://{encoder}{key and '?' + key}"]
+    if group.role != "encode":
+        words += ["--kv-events", f"tcp://{host}:{ports[1]}", "--kv-events-replay", f"tcp://{host}:{ports[2]}"]
     return words
 
 
 class Replica:
     """One process. The constructor returns when the process is ready to serve."""
 
-    def __init__(
-        self, cluster: str, group: Group, bind: str, secret: str | None, environment: dict[str, str]
-    ) -> None:
+    def __init__(self, cluster: ClusterFile, group: Group) -> None:
         import ray
 
         self.group, self._ended = group, threading.Event()
-        host = ray.util.get_node_ip_address() if bind == "node" else bind
-        self._members = members_of(cluster)
-        first = range(group.port, group.port + group.max_replicas + 16) if group.port else range(1)
-        shares = group.share_ports if group.role == "prefill" else range(1)
-        ports = [free_port(host, first), *(free_port(host) for _ in range(2)), free_port(host, shares)]
-        peers = self._peers() if group.host_memory and group.role != "prefill" else []
+        host = ray.util.get_node_ip_address() if cluster.bind == "node" else cluster.bind
+        self._members = members_of(cluster.name)
+        ports = [free_port(host) for _ in range(4)]
+        self._claims: list[socket.socket] = []
+        if group.port:
+            # In a rolling restart, a new router waits for the port of an old router: clients know it.
+            known = range(group.port, group.port + group.max_replicas)
+            ports[0] = self._claim(host, known, group.start_seconds)
+        if group.shares:
+            ports[3] = self._claim(host, group.share_ports)
+        peers, encoders = (
+            self._addresses(groups) for groups in (cluster.page_sources(group), cluster.encoders(group))
+        )
         self._url = f"http://{host}:{ports[0]}"
         self._about = {"command": group.command, "group": group.name, "host": host, "pid": os.getpid()}
-        if group.role == "prefill":
-            self._about["peers"] = [f"{host}:{port}" for port in group.share_ports]
-        command = command_of(group, host, ports, peers, secret)
+        self._about["shares"] = [f"{host}:{port}" for port in group.share_ports]
+        command = command_of(group, host, ports, peers, encoders, cluster.peer_secret)
+        if group.command == "route":  # so that its first requests wait for a worker, and are not refused
+            command += [word for url in self._workers() for word in ("--worker", url)]
         watched = [sys.executable, "-m", "kvloom.cluster.deploy.supervised", f"{group.drain_seconds + 5:g}"]
         self._process = subprocess.Popen(
-            [*watched, *command], stdin=subprocess.PIPE, env={**os.environ, **environment}
+            [*watched, *command], stdin=subprocess.PIPE, env={**os.environ, **cluster.environment}
         )
         self._wait_until_ready()
         ray.get(self._members.announce.remote(self._url, self._about), timeout=60)
         threading.Thread(target=self._announce, daemon=True).start()
 
-    def _peers(self) -> list[str]:
-        """Return the addresses at which prefill workers share their pages. Waits up to PEER_SECONDS until there is an
-        address."""
-        import ray
+    def _claim(self, host: str, ports: range, seconds: float = 0.0) -> int:
+        """Return a port of a range, which no other replica on this machine uses. See `claim_port`."""
+        port, claim = claim_port(host, ports, seconds)
+        self._claims.append(claim)
+        return port
 
+    def _addresses(self, groups: list[Group]) -> list[str]:
+        """Return the addresses at which replicas of some groups share pages. Waits up to PEER_SECONDS until each group
+        has a replica."""
+        names = {group.name for group in groups}
         end = time.monotonic() + PEER_SECONDS
-        while True:
-            found = ray.get(self._members.living.remote("serve"), timeout=30)
-            peers = dict.fromkeys(peer for one in found.values() for peer in one.get("peers", ()))
-            if peers or time.monotonic() > end:
-                return list(peers)
+        while names:
+            found = [one for one in self._workers().values() if one["group"] in names]
+            if names == {one["group"] for one in found} or time.monotonic() > end:
+                return list(dict.fromkeys(address for one in found for address in one["shares"]))
             time.sleep(1)
+        return []
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self.group.start_seconds
         while True:
             with suppress(OSError):
-                status = self._get("/health")[0]
-                # A router is ready even without workers, because it starts first.
-                if status == 200 or (status == 503 and self.group.command == "route"):
+                if self._is_ready():
                     return
             if self._process.poll() is not None:
                 raise RuntimeError(
@@ -117,6 +131,11 @@ class Replica:
                     f"{self.group.name}: not ready after start-seconds {self.group.start_seconds:g}"
                 )
             time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        """Whether the process is healthy. A router that has no living worker is ready only if the cluster has none."""
+        status = self._get("/health")[0]
+        return status == 200 or (status == 503 and self.group.command == "route" and not self._register())
 
     def _get(self, path: str, body: Any = None) -> tuple[int, Any]:
         """Send a GET, or a POST of `body`. Return status and JSON. Raises OSError."""
@@ -144,10 +163,16 @@ class Replica:
             except Exception as error:  # noqa: BLE001  Ray or the process may be away; the next round tries again
                 print(f"{self.group.name}: {error}", file=sys.stderr)
 
-    def _register(self) -> None:
+    def _workers(self) -> dict[str, dict[str, Any]]:
+        """Return the running workers of the cluster, by URL."""
         import ray
 
-        living = set(ray.get(self._members.living.remote("serve"), timeout=10))
+        found: dict[str, dict[str, Any]] = ray.get(self._members.living.remote("serve"), timeout=30)
+        return found
+
+    def _register(self) -> int:
+        """Let the router know exactly the workers of the cluster. Returns their number."""
+        living = set(self._workers())
         status, found = self._get("/workers")
         if status != 200:
             raise OSError(f"/workers returned {status}")
@@ -156,6 +181,7 @@ class Replica:
             self._get("/register", {"url": url})
         for url in known - living:
             self._get("/unregister", {"url": url})
+        return len(living)
 
     # -- called by Ray Serve ------------------------------------------------------------------------
 
@@ -166,14 +192,17 @@ class Replica:
         self._get("/health")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of open requests of a worker."""
+        """Return the number of open requests of a worker, or of the images that wait for an encode worker."""
         if self.group.command == "route":
             return {"load": 0.0}
         try:
             status, found = self._get("/kvloom/worker")
         except OSError:
             return {"load": 0.0}
-        return {"load": float(found["open_requests"]) if status == 200 else 0.0}
+        if status != 200:
+            return {"load": 0.0}
+        images = sum(one["load"]["waiting"] for one in found["models"] if one["role"] == "encode")
+        return {"load": float(found["open_requests"] + images)}
 
     def __del__(self) -> None:
         """End the process when its requests have finished, at the latest after `drain-seconds`."""
@@ -193,9 +222,30 @@ class Replica:
         return self._url
 
 
-def free_port(host: str, wanted: range = range(1)) -> int:
-    """Return the first free port of a range. For range(1), return any free port. Raises OSError if none is free."""
-    for port in wanted:
-        with suppress(OSError), socket.create_server((host, port)) as one:
-            return int(one.getsockname()[1])
-    raise OSError(f"no port from {wanted.start} to {wanted.stop - 1} is free on {host}")
+def free_port(host: str) -> int:
+    """Return a free port."""
+    with socket.create_server((host, 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def claim_port(host: str, ports: range, seconds: float = 0.0) -> tuple[int, socket.socket]:
+    """Return the first free port of a range, and its claim. Waits up to `seconds` for a free port. Raises OSError if
+    none is free.
+
+    While the claim is open, no other call on this machine returns the port. The claim is a Unix socket with an abstract
+    name, which ends with its process. Without it, two replicas that start at once would choose the same port.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        for port in ports:
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0kvloom deploy {host}:{port}")
+                socket.create_server((host, port)).close()
+            except OSError:
+                claim.close()
+            else:
+                return port, claim
+        if time.monotonic() >= end:
+            raise OSError(f"no port from {ports.start} to {ports.stop - 1} is free on {host}")
+        time.sleep(0.2)

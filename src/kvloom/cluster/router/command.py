@@ -60,6 +60,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--discover", action="append", default=[], type=server, metavar="URL", help=found)
     worker_key = "API key with which the router checks workers that require keys; clients send their own keys (default: $KVLOOM_WORKER_KEY)"
     add("--worker-key", metavar="KEY", help=worker_key)
+    events_key = "file with the CURVE keys of events, for workers with --kv-events-key (default: plain events only; docs/cluster.md)"
+    add("--kv-events-key", metavar="FILE", help=events_key)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
@@ -76,6 +78,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help=folder)
     text = "do not tokenise: route texts and chats by their string prefix"
     add("--no-tokenize", action="store_true", help=text)
+    image = "tokens that an image of a prompt counts as, to estimate its cost (default: 512)"
+    add("--image-tokens", type=whole(1), default=512, metavar="N", help=image)
     key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
     add("--admin-key", metavar="KEY", help=key)
     inflight = "largest number of requests that run on one worker; further requests wait, and tenants take turns (default: 256)"
@@ -182,6 +186,8 @@ async def _serve(
     import aiohttp
     import uvicorn
 
+    from kvloom.events_wire import CurveKey
+
     from .application import RouterApplication
     from .fleet import Fleet, Offer
     from .prompt_keys import PromptReader
@@ -192,8 +198,9 @@ async def _serve(
     scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        fleet = Fleet(session, scoring, args.worker_key)
-        reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize)
+        events_key = None if args.kv_events_key is None else CurveKey.read(args.kv_events_key)
+        fleet = Fleet(session, scoring, args.worker_key, events_key)
+        reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize, args.image_tokens)
         proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
         for worker in args.worker:
             fleet.add(worker.url).publishes = Offer(events=worker.events, replay=worker.replay)

@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
-from kvloom.events_wire import GPU, EventBatch, Subscriber
+from kvloom.events_wire import GPU, CurveKey, EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
@@ -59,6 +59,8 @@ class Offer:
     capacity: int = 0
     events: str | None = None
     replay: str | None = None
+    events_need_key: bool = False
+    """Whether only subscribers with the key of the cluster get the events."""
     role: str = "both"
     """Role of the worker: "prefill", "decode", "encode" or "both"."""
     peer: str | None = None
@@ -146,9 +148,14 @@ class Fleet:
     cancelled. Must be used by one event loop."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
+        self,
+        session: aiohttp.ClientSession,
+        options: ScoringOptions | None = None,
+        key: str | None = None,
+        events_key: CurveKey | None = None,
     ) -> None:
         self.session, self.client = session, WorkerClient()
+        self._events_key = events_key
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         """Headers of health checks. They contain the API key for checks, if workers require one."""
         self._discoveries: list[asyncio.Task[None]] = []
@@ -333,7 +340,13 @@ class Fleet:
         served.index.add(worker.name, not is_foreign, self.root(model, offer, "", ""))
         served.texts.add(worker.name)
         served.scorer.loads[worker.name] = WorkerLoad(offer.capacity, served.speed)
-        if offer.events is not None:
+        if offer.events_need_key and self._events_key is None:
+            log.warning(
+                "events of %s need a key: start the router with the worker's --kv-events-key FILE; until then the router "
+                "knows only the prompts that it sent itself",
+                worker.name,
+            )
+        elif offer.events is not None:
 
             def apply(batch: EventBatch) -> None:
                 served.index.apply(worker.name, batch)
@@ -341,7 +354,8 @@ class Fleet:
                 if load is not None:
                     load.cached_tokens = served.index.counts(worker.name)[GPU] * HASH_TOKENS
 
-            subscriber = Subscriber(offer.events, offer.replay, apply)
+            key = self._events_key if offer.events_need_key else None
+            subscriber = Subscriber(offer.events, offer.replay, apply, key=key)
             task = asyncio.create_task(subscriber.run())
             task.add_done_callback(_report)
             worker.subscribers[model] = subscriber, task
@@ -402,6 +416,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         capacity,
         found["events"],
         found["replay"],
+        bool(found.get("events_need_key")),
         found.get("role", "both"),
         found.get("peer"),
         tuple(found.get("reads") or ()),

@@ -222,13 +222,12 @@ class FleetIndex:
         Each number counts the blocks in its medium and in all nearer media, so the numbers never decrease. Expected
         blocks count everywhere. For the cost see `HashIndex.lengths`.
         """
-        gpu = self._media[GPU]
-        farther = [index if len(index) else None for index in (self._media[medium] for medium in MEDIA[1:])]
-        if any(farther):
+        gpu, *farther = self._media.values()
+        if any(map(len, farther)):
             bits = gpu.bits(hashes)
             steps = [step := gpu.lengths(bits)]
             for index in farther:
-                if index is not None:
+                if len(index):
                     bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
                     step = gpu.lengths(bits)
                 steps.append(step)
@@ -237,7 +236,7 @@ class FleetIndex:
         if len(self._expected):
             soon = self._expected.lengths_of(hashes)
             steps = [list(map(max, step, soon)) for step in steps]
-        if len(steps) < len(MEDIA):
+        if len(steps) == 1:
             steps *= len(MEDIA)
         found: dict[str, tuple[int, ...]] = dict(zip(self._names, zip(*steps, strict=True), strict=True))
         found.pop("", None)

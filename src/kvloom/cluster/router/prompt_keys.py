@@ -4,6 +4,7 @@ request                      hashes
 with token ids               block hashes, for every root hash that workers use
 text or chat                 the same, after a tokenizer or a worker's /tokenize has returned the tokens
 text without known tokens    hashes of 64-byte pieces of the text; they show only which worker got the same text before
+chat with images             the same; each image counts as a text of `image_tokens` tokens
 """
 
 from __future__ import annotations
@@ -53,11 +54,17 @@ class PromptKeys:
 
 class PromptReader:
     """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Chats are
-    tokenised by a worker.
+    tokenised by a worker. An image counts as `image_tokens` tokens.
     """
 
-    def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
-        self._fleet, self._uses_workers = fleet, uses_workers
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: str | None = None,
+        uses_workers: bool = True,
+        image_tokens: int = 512,
+    ) -> None:
+        self._fleet, self._uses_workers, self._image_tokens = fleet, uses_workers, image_tokens
         self._cached: OrderedDict[bytes, bytes] = OrderedDict()
         self._tokenizer: TextTokenizer | None = None
         if tokenizer is not None:
@@ -95,8 +102,25 @@ class PromptReader:
         if isinstance(body.get("messages"), list) and not _has_media(body["messages"]):
             asked = {name: body[name] for name in CHAT_FIELDS if name in body}
             return await self._by_worker(asked, msgspec.json.encode(body["messages"]), headers)
-        rest = {name: body[name] for name in ("instructions", "system", "input", "messages") if name in body}
+        fields = ("instructions", "system", "input", "messages")
+        rest = {name: self._without_images(body[name]) for name in fields if name in body}
         return self._by_text(msgspec.json.encode(rest))
+
+    def _without_images(self, messages: Any) -> Any:
+        """Return messages in which each image is replaced by a text. The text depends on the content of the image, and
+        is as long as `image_tokens` tokens."""
+        if not isinstance(messages, list):
+            return messages
+        size = self._image_tokens * CHARACTERS_PER_TOKEN
+        found = []
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list):
+                parts = [_digest(part, size) if _is_image(part) else part for part in content]
+                found.append({**message, "content": parts})
+            else:
+                found.append(message)
+        return found
 
     async def _by_worker(self, asked: dict[str, Any], text: bytes, headers: dict[str, str]) -> PromptKeys:
         request = msgspec.json.encode(asked)
@@ -142,6 +166,17 @@ class PromptReader:
         return PromptKeys(
             None, wire_hashes(hash_chain(TEXT_ROOT, text)), len(text) // CHARACTERS_PER_TOKEN + 1
         )
+
+
+def _is_image(part: Any) -> bool:
+    """Whether a part of a message is an image. Chats, responses and Anthropic's messages name this type differently."""
+    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+
+
+def _digest(part: Any, size: int) -> str:
+    """Return a text of `size` characters that depends on the content of a part. O(bytes of the part)."""
+    digest = blake2b(msgspec.json.encode(part), digest_size=32).hexdigest()
+    return (digest * (size // len(digest) + 1))[:size]
 
 
 def _has_media(messages: list[Any]) -> bool:

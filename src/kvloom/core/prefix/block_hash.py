@@ -69,10 +69,12 @@ def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:
     """Return token ids as little-endian int32 bytes. Hashes and the radix tree use this form."""
-    plain = loops.plain_ids(tokens)
-    if plain is not None:
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+    elif (plain := loops.plain_ids(tokens)) is not None:
         return bytes(plain)
-    array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+    else:
+        array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be a 1-D array of ids, got shape {array.shape}")
     if array.dtype != _TOKEN:

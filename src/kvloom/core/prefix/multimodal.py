@@ -88,6 +88,11 @@ class MediaIds:
         self._digests: dict[int, bytes] = {}
         self._next = -1
 
+    @property
+    def used(self) -> bool:
+        """Whether any digest has got an id. If not, no cached token is negative."""
+        return self._next < -1
+
     def id_of(self, digest: bytes) -> int:
         """Return the id of a digest. A digest without an id gets a new id."""
         known = self._ids.get(digest)

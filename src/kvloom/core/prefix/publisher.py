@@ -17,6 +17,7 @@ from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
 from kvloom.core.pool import loops
 
 from .block_hash import TOKEN_BYTES, BlockHash, hash_chain, media_hash, tail_hash
+from .multimodal import MediaIds
 from .node import Checkpoint, Node
 
 __all__ = ["MEDIUM", "EventPublisher"]
@@ -27,16 +28,22 @@ MEDIUM = "device"
 class EventPublisher:
     """Computes the hashes of nodes, and publishes which blocks were added to and removed from the tree."""
 
-    def __init__(self, layout: PoolLayout, events: EventBus, resolve: Callable[[int], bytes]) -> None:
+    def __init__(self, layout: PoolLayout, events: EventBus, media_ids: MediaIds) -> None:
         self.block = layout.block_tokens
         self.events = events
-        self.resolve = resolve
+        self._media_ids = media_ids
         self.token_groups = tuple(g.index for g in layout.of("token"))
         self.state_groups = tuple(g.index for g in layout.of("state"))
         self.media_groups = tuple(g.index for g in layout.of("media"))
         windowed = [g for g in layout.of("token") if g.spec.visibility.windowed]
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
+
+    @property
+    def resolve(self) -> Callable[[int], bytes] | None:
+        """Maps the id of a media token to its digest. None as long as no token has such an id, so that texts need not be
+        searched for them."""
+        return self._media_ids.digest_of if self._media_ids.used else None
 
     def hash_before(self, node: Node) -> bytes:
         """Return the hash of the tokens before `node`, up to the last multiple of HASH_TOKENS."""
@@ -64,7 +71,7 @@ class EventPublisher:
         for current in reversed(unhashed):
             first = current.start // HASH_TOKENS
             begin = (first + len(current.hashes)) * HASH_TOKENS
-            data = bytes(current.text[max(0, begin - current.start) * TOKEN_BYTES :])
+            data = bytes(memoryview(current.text)[max(0, begin - current.start) * TOKEN_BYTES :])
             if begin < current.start:
                 data = self._text_before(current, current.start - begin) + data
             parent = current.hashes[-1] if current.hashes else self.hash_before(current)
@@ -86,15 +93,16 @@ class EventPublisher:
     def _tokens(self, node: Node, begin: int, end: int) -> bytes:
         """Return the tokens [begin, end) of the path that ends in `node`, as bytes. Media tokens are negative ids that
         stand for their content."""
-        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
+        first, last = max(0, begin - node.start) * TOKEN_BYTES, (end - node.start) * TOKEN_BYTES
+        text = bytes(memoryview(node.text)[first:last])
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
-        return text if not loops.any_negative(text) else self._content_ids(text)
+        return self._content_ids(text) if self._media_ids.used and loops.any_negative(text) else text
 
     def _content_ids(self, text: bytes) -> bytes:
         ids = np.frombuffer(text, "<i4").copy()
         for media in np.unique(ids[ids < 0]).tolist():
-            ids[ids == media] = crc32(self.resolve(media)) & 0x7FFFFFFF
+            ids[ids == media] = crc32(self._media_ids.digest_of(media)) & 0x7FFFFFFF
         return ids.tobytes()
 
     def hash_at(self, node: Node, position: int) -> bytes:

@@ -58,7 +58,8 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
         state.counts.hit_media(len(run.rows))
     if resume:
         has_snapshot = match.checkpoint is not None and state.has_states
-        state.counts.hit(resume, has_snapshot, state.block_tables.first[:, row].tolist())
+        firsts = state.block_tables.first[:, row].tolist() if tree.windows else ()
+        state.counts.hit(resume, has_snapshot, firsts)
     learner = account.queue.learner
     if learner is not None and control.store:
         seq.history = learner.on_open(node, _ghost_history(state, match), resume, now)
@@ -179,10 +180,11 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
-    # Later prompts share the retained token ranges.
-    stops = (item.stop for item in match.control.retain if item.stop is not None and item.priority > 0)
-    shared = {stop // state.block_tokens * state.block_tokens for stop in stops if stop < match.length}
-    positions |= set(sorted(shared)[-MAX_RETAINED:])
+    if match.control.retain:
+        # Later prompts share the retained token ranges.
+        stops = (item.stop for item in match.control.retain if item.stop is not None and item.priority > 0)
+        shared = {stop // state.block_tokens * state.block_tokens for stop in stops if stop < match.length}
+        positions |= set(sorted(shared)[-MAX_RETAINED:])
     return tuple(sorted(p for p in positions if p > match.resume))
 
 

@@ -19,7 +19,7 @@ from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
 from .kv_memory import KVMemory, allocate_kv_memory
 from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
 from .model_runner import ModelRunner, graph_sizes
-from .output_processor import OutputProcessor, eos_tokens
+from .output_processor import MovedToken, OutputProcessor, eos_tokens
 from .piecewise_graphs import PiecewiseGraphs, piece_sizes, uncollected
 from .pool_size import PoolRule, PoolSize, free_device_bytes
 from .pooling import PooledPrompt, pool_hidden_states
@@ -34,6 +34,7 @@ __all__ = [
     "KVMemory",
     "MemoryBudget",
     "ModelRunner",
+    "MovedToken",
     "OutputProcessor",
     "PiecewiseGraphs",
     "PoolRule",

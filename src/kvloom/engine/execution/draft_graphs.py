@@ -21,7 +21,7 @@ from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 
 from .piecewise_graphs import uncollected
 
-__all__ = ["DraftGraphs", "draft_graph_sizes"]
+__all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
 SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
 LARGEST_ROW = 64
@@ -32,6 +32,11 @@ def draft_graph_sizes(step_tokens: int) -> list[int]:
     """Return the graph sizes, in tokens, for steps of at most `step_tokens` tokens."""
     most = min(step_tokens, DRAFT_STEP_TOKENS)
     return [size for size in SIZES if size <= most]
+
+
+def largest_row(row_tokens: int) -> int:
+    """Return the largest number of tokens of a row in the graphs, for rows of up to `row_tokens` tokens."""
+    return min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class DraftGraphs:
         step_tokens: int,
     ) -> None:
         self._stage, self._forward, self._chosen = stage, forward, chosen
-        self.longest = min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
+        self.longest = largest_row(row_tokens)
         self.sizes = draft_graph_sizes(step_tokens)
         self._graphs: dict[int, _Captured] = {}
 

@@ -7,7 +7,7 @@ buffers of batches.
                         head's own hidden state of this token is written.
 
 Drafts are computed in CUDA graphs. A graph computes logits for all tokens, and writes the head's hidden state of the
-last token of each row. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
+last token of each row, and of all nodes of trees. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
 of the target's graphs. The head is never batch-invariant, because only the target decides which tokens are accepted.
 """
 
@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from kvloom.core import KVCache
+from kvloom.kernels.device import upload
 from kvloom.models.heads import Head
-from kvloom.models.paged import Batch, GraphSplitter, HiddenStates, Work
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, GraphSplitter, HiddenStates, Work
 
 from .model_runner import ModelRunner
 
@@ -50,6 +52,9 @@ class HeadRunner(ModelRunner):
         self.piecewise = None  # a prompt step of one layer is short
         self._head, self._target = head, target
         self._drafts = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether graphs write states
+        self._nodes: torch.Tensor | None = None  # the tokens of trees, whose states graphs write, too
+        if self.draft_graphs is not None and self.stage.supports_trees:
+            self._nodes = torch.zeros(DRAFT_STEP_TOKENS, dtype=torch.bool, device=buffer.device)
         self._states = HiddenStates(self.pages.token_view(0))
         target.watch_step = self._write_target_states
 
@@ -71,6 +76,11 @@ class HeadRunner(ModelRunner):
     ) -> torch.Tensor:
         """Compute a step, like `ModelRunner.run`. Also write the head's hidden states if any logits are `wanted`."""
         self._drafts.fill_(wanted is None or len(wanted) > 0)
+        if self._nodes is not None:
+            # A run of a tree computes all nodes again. Their states do not change.
+            nodes = np.concatenate([np.full(len(work.tokens), bool(work.parents)) for work in works])
+            nodes = nodes[:DRAFT_STEP_TOKENS]
+            self._nodes[: len(nodes)] = upload(nodes, self.device)
         return super().run(works, wanted, whole, pooled)
 
     def _forward(
@@ -81,7 +91,8 @@ class HeadRunner(ModelRunner):
             with self._head.own_states() as states:
                 logits = super()._forward(replace(batch, embeds=joined), last, cutter)
             if last is None:
-                self._states.write_last(batch, states(), self._drafts)
+                nodes = None if self._nodes is None else self._nodes[: len(batch.tokens)]
+                self._states.write_last(batch, states(), self._drafts, nodes)
             elif len(last):
                 self._states.write(batch, states()[last], last)
             return self._head.target_logits(logits)

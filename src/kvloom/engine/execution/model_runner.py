@@ -38,7 +38,7 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scale
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
-from .draft_graphs import DraftGraphs
+from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
 from .piecewise_graphs import PiecewiseGraphs, uncollected
 
 __all__ = ["ModelRunner", "graph_sizes"]
@@ -79,11 +79,13 @@ class ModelRunner:
         drafts: int = 0,
         target: ModelRunner | None = None,
         draft_length: int = 0,
+        trees: bool = False,
     ) -> None:
         """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and
         the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that recurrent
-        layers compute again. `draft_length` is the largest number of draft tokens of a sequence. With `invariant`,
-        the bits of a sequence's results do not depend on the other sequences of the step (CUDA only).
+        layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees` states that
+        drafts may be trees. With `invariant`, the bits of a sequence's results do not depend on the other sequences of
+        the step (CUDA only).
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
@@ -108,7 +110,14 @@ class ModelRunner:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
         turns = vision is not None and vision.uses_mrope
         self.stage: BatchBuilder = (
-            BatchBuilder(cache, buffer.device, tokens + rows + drafts, rows, shifted=turns)
+            BatchBuilder(
+                cache,
+                buffer.device,
+                tokens + rows + drafts,
+                rows,
+                shifted=turns,
+                tree_columns=max(4, largest_row(1 + draft_length)) if trees else 0,
+            )
             if target is None
             else target.stage
         )
@@ -177,6 +186,7 @@ class ModelRunner:
         `wanted`. A work with drafts has one more position for each draft token. Then follow the positions after
         every token of the works `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
         """
+        has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
@@ -189,13 +199,14 @@ class ModelRunner:
             self.draft_graphs is not None
             and not (has_cold_blocks or has_new_states or whole or pooled)
             and not any(_has_images(work) for work in works)
+            and (self.stage.supports_trees or not has_trees)
         ):
             size = self.draft_graphs.size_for(works)
             if size:
                 return self.draft_graphs.run(works, size, wanted, self._memory())
         if (
             self.piecewise is not None
-            and not has_cold_blocks
+            and not (has_cold_blocks or has_trees)
             and not (whole or pooled)
             and not any(work.replayed or work.skipped or _has_images(work) for work in works)
         ):
@@ -225,6 +236,13 @@ class ModelRunner:
             hook.remove()
         self.hidden_states = [states[-1][batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
         return logits
+
+    def supports_trees(self, works: Many[Work]) -> bool:
+        """Return whether a step with trees can run as it is. If not, its drafts must be chains: batch-invariant
+        attention, cold pages, images and, on a GPU, long rows (prompts) do not support trees."""
+        if self.pages.is_invariant or any(work.sequence.cold_blocks or _has_images(work) for work in works):
+            return False
+        return self.device.type == "cpu" or max(len(work.tokens) for work in works) <= LARGEST_ROW
 
     def score(self, works: Many[Work]) -> torch.Tensor:
         """Compute a step. Return the logits after every token ([tokens, vocabulary]), in the order of `works`."""

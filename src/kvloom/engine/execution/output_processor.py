@@ -5,7 +5,7 @@ This module reports finished requests and continued beams to the scheduler. It d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvloom.engine.request import Request
@@ -15,7 +15,7 @@ from kvloom.engine.speculation import accepted_places
 
 from .inflight_step import InflightStep
 
-__all__ = ["OutputProcessor", "eos_tokens"]
+__all__ = ["MovedToken", "OutputProcessor", "eos_tokens"]
 
 
 def eos_tokens(model: Any) -> frozenset[int]:
@@ -24,6 +24,8 @@ def eos_tokens(model: Any) -> frozenset[int]:
     return frozenset([given] if isinstance(given, int) else given or ())
 
 
+MovedToken = tuple[int, int, int]
+"""A token that moves to another slot: the row of its sequence, its index in the sequence, and its new index."""
 MASK_SECONDS = 0.01
 """Longest time in seconds that a step waits for grammar processes to compute the next masks. If a mask takes
 longer, its request is left out of the next steps until the mask arrives.
@@ -32,10 +34,12 @@ longer, its request is left out of the next steps until the mask arrives.
 
 class OutputProcessor:
     """Appends the sampled tokens of each step to their requests, and finishes requests. `eos` are the end-of-sequence
-    tokens."""
+    tokens. `move_tokens` moves accepted tokens of draft trees to their slots."""
 
-    def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
-        self.scheduler, self.eos = scheduler, eos
+    def __init__(
+        self, scheduler: Scheduler, eos: frozenset[int], move_tokens: Callable[[list[MovedToken]], None]
+    ) -> None:
+        self.scheduler, self.eos, self._move_tokens = scheduler, eos, move_tokens
         self.awaiting_masks: list[Request] = []
         """Requests whose grammar mask is late."""
 
@@ -67,6 +71,7 @@ class OutputProcessor:
         """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and one more sampled
         token, unless it finishes earlier. `open_` are the indices of the unfinished requests."""
         places = accepted_places(tokens, step.drafts)
+        self._move_accepted(step, places, open_)
         self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
         depth = 0
         while open_:
@@ -74,7 +79,8 @@ class OutputProcessor:
             last = [request for i, request in of_depth if depth == len(places[i]) - 1]
             for i, request in of_depth:
                 if depth < len(places[i]) - 1 and request.structure is not None and not self._is_end(request):
-                    request.structure = step.drafts[i].structures[depth]
+                    node = places[i][depth + 1] - places[i][0] - 1
+                    request.structure = step.drafts[i].structures[node]
             refused = self._advance_grammars(last)
             for i, request in of_depth:
                 found = logprobs.get(places[i][depth])
@@ -90,6 +96,21 @@ class OutputProcessor:
             open_ = [i for i in open_ if depth < len(places[i])]
             for i in open_:
                 self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
+
+    def _move_accepted(self, step: InflightStep, places: list[list[int]], open_: list[int]) -> None:
+        """Move the accepted tokens of trees to their slots, before they are committed. `places` are the indexes of
+        their sampled tokens."""
+        moved: list[MovedToken] = []
+        for i in open_:
+            sequence, first = step.requests[i].sequence, step.requests[i].computed - 1
+            if sequence is not None and step.drafts[i].parents:
+                moved += [
+                    (sequence.row, first + place - places[i][0], first + depth)
+                    for depth, place in enumerate(places[i])
+                    if place - places[i][0] != depth
+                ]
+        if moved:
+            self._move_tokens(moved)
 
     def wait_for_masks(self, seconds: float) -> None:
         """Wait up to `seconds` for grammar masks that were late in an earlier step."""

@@ -165,25 +165,25 @@ class GrammarState:
         self.grammar.post(["c", self.key, other.key], None)
         return other
 
-    def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
-        """Return the states after each prefix of `tokens`, for example after 1, 2 and 3 tokens. This state does not
-        change.
+    def follow(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[GrammarState]:
+        """Return the states after each prefix of `tokens`, for example after 1, 2 and 3 tokens. If `tokens` are a tree,
+        `parents` are the indexes of the parents, and the states are those after each node. This state does not change.
 
         Returns [] if the first token is not allowed. The masks of the new states are pending. If a later token is not
         allowed, the states after it fail when their masks arrive.
         """
         self._settle()
         states: list[GrammarState] = []
-        if self.error or not tokens or not self._allows(tokens[0]):
+        if self.error or not tokens or (not parents and not self._allows(tokens[0])):
             return states
-        before = self
-        for token in tokens:
+        for i, token in enumerate(tokens):
+            parent = parents[i] if parents else i - 1
+            before = self if parent < 0 else states[parent]
             state = GrammarState(self.grammar, self.grammar.next_key(), self.mask, False, False)
             self.grammar.post(["c", before.key, state.key], None)
             state.pending = True
             self.grammar.post(["a", state.key, token], state)
             states.append(state)
-            before = state
         return states
 
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:

@@ -185,20 +185,45 @@ class Sampler:
             tokens.index_copy_(0, draw.rows, drawn)
         return tokens
 
+    @torch.inference_mode()
+    def scores(
+        self, logits: torch.Tensor, requests: Sequence[SamplingRequest], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the scores of all tokens ([rows, vocabulary]). `choose` would choose the token with the largest score.
+        Does not wait."""
+        plan = self._plan_for(logits, requests)
+        changed = self._changed(logits, plan, counts) if plan.changes_logits else logits.float()
+        for draw in plan.draws:
+            rows = changed if draw.rows is None else changed.index_select(0, draw.rows)
+            noisy, ids = self._noisy(rows, draw, plan, counts)
+            if ids is not None:
+                noisy = torch.full_like(rows, -math.inf).scatter_(1, ids, noisy)
+            changed = noisy if draw.rows is None else changed.index_copy(0, draw.rows, noisy)
+        return changed
+
     def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
         """Return a sampled token for each request of `draw`."""
+        noisy, ids = self._noisy(changed, draw, plan, counts)
+        if ids is None:
+            return noisy.argmax(-1)
+        return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+
+    def _noisy(
+        self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scores of tokens for each row of `draw`: scaled logits plus noise, and minus infinity for tokens
+        that the row may not sample. Also return the ids of these tokens, or None for all tokens in order."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature
         if draw.width is None:
             if draw.min_p is not None:
                 scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + draw.min_p, -math.inf)
-            return scaled.add_(gumbel(sent, indexes)).argmax(-1)
+            return scaled.add_(gumbel(sent, indexes)), None
         narrow = draw.width < plan.vocabulary
         ordered, ids = scaled.topk(draw.width, -1) if narrow else scaled.sort(-1, descending=True)
         ordered.masked_fill_(ordered < _floor(ordered, draw), -math.inf)
-        best = ordered.add_(gumbel(sent, indexes[ids])).argmax(-1, keepdim=True)
-        return ids.gather(1, best)[:, 0]
+        return ordered.add_(gumbel(sent, indexes[ids])), ids
 
     def _indexes_of(self, plan: _Plan) -> torch.Tensor:
         indexes = self._indexes

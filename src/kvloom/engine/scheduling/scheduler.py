@@ -271,24 +271,14 @@ class Scheduler:
                 looked_up = self.cache.clock.now()
                 match = self._match(waiting)
                 next_block = next_block_of(waiting, match.resume, self.cache.block_tokens)
-                if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
-                    if self._queue.wait_behind(waiting, next_block):
-                        deferred.pop()
-                        continue
-                    if len(deferred) <= MAX_DEFERRED:
-                        continue  # another request computes its next block
-                elif len(deferred) <= MAX_DEFERRED and self._lookahead.awaits_checkpoint(
-                    waiting, match.resume
-                ):
-                    if not self._is_copying(waiting):
-                        continue
+                if self._awaits_another(waiting, match.resume, next_block, next_blocks, deferred):
+                    continue
                 next_blocks.add(next_block)
                 until: int | None = None
-                if waiting.is_long and not self._host_fits(waiting):
-                    if self._pass_over(waiting, passed, picked):
-                        continue
-                    break
-                if self.offload is not None and not waiting.is_long:
+                fits = True
+                if waiting.is_long:
+                    fits = self._host_fits(waiting)
+                elif self.offload is not None:
                     decision = self.offload.before_admission(waiting, match)
                     until = decision.until
                     if decision.action is Action.WAIT:
@@ -299,31 +289,22 @@ class Scheduler:
                     if decision.action is Action.NO_FREE_PAGES and (
                         picked or places or self.offload.is_copying_to_pool
                     ):
-                        # Computing needs as many pages as loading: wait for a request to finish, for a copy, or for
-                        # cold pages.
+                        # Computing needs as many pages as loading: wait for free pages, a copy or cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
-                        if self._pass_over(waiting, passed, picked):
-                            continue
-                        break
-                    if match.version != self.cache.version:  # its pages were published
+                        fits = False
+                    elif match.version != self.cache.version:  # its pages were published
                         match = self._match(waiting)
-                if self.admission is not None and picked and not self._within_share(waiting):
-                    coming = () if self.offload is None else self.offload.copying_requests()
-                    if not self.admission.fits(waiting, match.resume, self.running, coming):
-                        # Otherwise running requests would soon be preempted for it.
-                        if self._pass_over(waiting, passed, picked):
-                            continue
-                        break
+                if not fits or (picked and self._causes_preemption(waiting, match.resume)):
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
                 self._admit(waiting, match)
-                self._lookahead.request_checkpoints(waiting)
                 deferred.pop()
+                self._lookahead.request_checkpoints(waiting)
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
-                    self._lookahead.announce_checkpoint(waiting)
                     self._start(waiting, match, looked_up)
-                    if self.admission is not None:
-                        self.admission.request_admitted(waiting)
                 elif self.running or picked or not empty or self._freeing or self._can_grow:
                     self.awaits_growth |= self._can_grow and not picked
                     if self.offload is not None and not picked:
@@ -338,6 +319,36 @@ class Scheduler:
             for request in deferred:
                 self._queue.put_back(request)
         return budget
+
+    def _awaits_another(
+        self,
+        waiting: Request,
+        resume: int,
+        next_block: NextBlock | None,
+        next_blocks: set[NextBlock | None],
+        deferred: list[Request],
+    ) -> bool:
+        """Return whether a request stays in the queue because of another request. The other request computes or loads
+        its next block, or will take a checkpoint. At most MAX_DEFERRED requests of a step stay in `deferred`. A
+        request that can wait behind the other request moves there.
+        """
+        if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
+            if self._queue.wait_behind(waiting, next_block):
+                deferred.pop()
+                return True
+            return len(deferred) <= MAX_DEFERRED
+        return (
+            len(deferred) <= MAX_DEFERRED
+            and self._lookahead.awaits_checkpoint(waiting, resume)
+            and not self._is_copying(waiting)
+        )
+
+    def _causes_preemption(self, waiting: Request, resume: int) -> bool:
+        """Return whether running requests would soon be preempted for this request."""
+        if self.admission is None or self._within_share(waiting):
+            return False
+        coming = () if self.offload is None else self.offload.copying_requests()
+        return not self.admission.fits(waiting, resume, self.running, coming)
 
     # -- between tenants --------------------------------------------------------------------------
 
@@ -638,9 +649,10 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that starts to compute: the number of cached tokens, the position at
-        which the hit ended, and the miss reason.
+        """Announce the next checkpoint of a request that starts to compute. Record its cache hit: the number of cached
+        tokens, the position at which the hit ended, and the miss reason.
         """
+        self._lookahead.announce_checkpoint(request)
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
             is_tier_miss = (
@@ -657,6 +669,8 @@ class Scheduler:
             self.started_requests.append(request)
         if self.offload is not None:
             self.offload.request_started(request)
+        if self.admission is not None:
+            self.admission.request_admitted(request)
 
     def _decode(
         self,

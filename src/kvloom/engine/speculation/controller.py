@@ -2,7 +2,8 @@
 
     cost        the measured seconds of decode steps of each size, and of a proposer's drafts
     estimate    the probability that a proposer has a draft for a request, and that one more draft token is accepted:
-                moving averages for each request and proposer
+                moving averages for each request and proposer. For trees of heads, the accepted tokens divided by the
+                sum of the chances that the head gives to the nodes
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
@@ -18,6 +19,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from .draft import Draft
 
 __all__ = ["Acceptance", "Controller", "Estimate", "StepCosts"]
 
@@ -45,7 +48,8 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 @dataclass(slots=True)
 class Estimate:
     """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
-    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages.
+    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages. For drafts
+    with `chances`, `chance` is the number of accepted tokens divided by the sum of the chances.
     `unused` has the position and the tokens of a draft that no step verifies. A review compares it with the output
     instead.
     """
@@ -68,6 +72,12 @@ class Estimate:
             tried = min(drafted, accepted + 1)
             self.chance += (1 - (1 - WEIGHT) ** tried) * (accepted / tried - self.chance)
 
+    def observe_tree(self, expected: float, accepted: int) -> None:
+        """Add a measurement of a draft with chances. `expected` is the sum of the chances."""
+        self.found += WEIGHT * (1 - self.found)
+        share = accepted / max(expected, LEAST)
+        self.chance += (1 - (1 - WEIGHT) ** expected) * (share - self.chance)
+
 
 class Acceptance:
     """The estimates of each request for each proposer. A new request starts with the estimate of the proposer, which is
@@ -89,6 +99,14 @@ class Acceptance:
         """Add a measurement (see `Estimate.observe`) to the estimates of the request (`known`) and of the proposer."""
         self.own(known, proposer).observe(drafted, accepted)
         self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
+
+    def observe_draft(self, known: dict[str, Estimate], proposer: str, draft: Draft, accepted: int) -> None:
+        """Add the measurement of a verified draft, like `observe`."""
+        if not draft.chances:
+            self.observe(known, proposer, len(draft.tokens), accepted)
+            return
+        self.own(known, proposer).observe_tree(sum(draft.chances), accepted)
+        self._overall.setdefault(proposer, Estimate()).observe_tree(sum(draft.chances), accepted)
 
     def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
         """Return the estimate of a request (`known`). A request without an estimate gets the estimate of the
@@ -172,6 +190,7 @@ class Controller:
         """The last decision about each proposer, with its figures, as text."""
         self._lookups = frozenset(lookups)
         self._proposing: dict[str, float] = {}  # seconds per request of a lookup, else per draft token
+        self._chances: dict[str, list[float]] = {}  # mean chances of the nodes of trees, by rank
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
         self._measuring = 0  # steps that still run without drafts
@@ -242,16 +261,24 @@ class Controller:
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
         best, best_rate = none, rate
+        by_rank = self._chances.get(proposer)
         for length in LENGTHS:
             if length > max(most, default=0) and best_rate > rate:
                 break
-            drafts = [_worth(one.chance, min(length, n)) for one, n in zip(estimates, most, strict=True)]
+            drafts = [min(length, n) for n in most]
+            if by_rank is None:
+                drafts = [_worth(one.chance, n) for one, n in zip(estimates, drafts, strict=True)]
             drafts = self.share(drafts, rows)
             pairs = list(zip(estimates, drafts, strict=True))
-            gained = sum(one.found * _expected(one.chance, n) for one, n in pairs)
+            if by_rank is None:
+                gained = sum(one.found * _expected(one.chance, n) for one, n in pairs)
+            else:
+                gained = sum(one.found * one.chance * sum(by_rank[:n]) for one, n in pairs)
             tokens = plain + sum(one.found * n for one, n in pairs) + (gained if replays else 0)
             seconds = self._waiting.seconds(round(tokens))
             units = count if proposer in self._lookups else max(drafts, default=0)
+            if by_rank is not None:
+                units = 1  # the size of a tree hardly changes the time to propose it
             seconds += self._proposing.get(proposer, 0.0) * units
             if seconds and (plain + gained) / seconds > best_rate:
                 best, best_rate = drafts, (plain + gained) / seconds
@@ -281,11 +308,22 @@ class Controller:
 
     def observe_proposal(self, proposer: str, requests: int, longest: int, seconds: float) -> None:
         """Update a proposer's average time. The proposer took `seconds` for drafts of up to `longest` tokens for
-        `requests` requests."""
+        `requests` requests. For trees, `longest` is 1."""
         if units := requests if proposer in self._lookups else longest:
             each = seconds / units
             before = self._proposing.get(proposer, each)
             self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
+
+    def observe_chances(self, proposer: str, drafts: Iterable[Draft]) -> None:
+        """Update the mean chances of the nodes of a proposer's trees, from the best node to the worst."""
+        by_rank = self._chances.get(proposer, [])
+        for draft in drafts:
+            for rank, chance in enumerate(draft.chances):
+                if rank == len(by_rank):
+                    by_rank.append(chance)
+                by_rank[rank] += WEIGHT * (chance - by_rank[rank])
+        if by_rank:
+            self._chances[proposer] = by_rank
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:

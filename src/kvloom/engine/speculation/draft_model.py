@@ -29,10 +29,11 @@ from kvloom.models.loading import load
 from kvloom.models.paged import Work
 from kvloom.models.specs import folder_of
 
+from .draft import NO_DRAFT, Draft
 from .proposer import DraftedRequest, DraftRunner
-from .verifier import NO_DRAFT, DraftPosition
+from .verifier import DraftPosition
 
-__all__ = ["DraftModelProposer", "load_draft"]
+__all__ = ["DraftModelProposer", "SampledRow", "load_draft"]
 
 UNKNOWN = np.array([-1])
 
@@ -74,7 +75,9 @@ class DraftModelProposer:
         self._sampled, self._complete = sampled, complete
         self._runs_after_draft = int(complete)  # compute the last token of a draft
 
-    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
+    def propose(
+        self, requests: Sequence[DraftedRequest], counts: Sequence[int]
+    ) -> Sequence[list[int] | Draft]:
         """Propose drafts (see `Proposer`). Reserves pages for the drafts. If the pool lacks pages for a request,
         the request gets no draft."""
         found = [
@@ -88,7 +91,7 @@ class DraftModelProposer:
         self._apply_copies()
         self._catch_up([request for _, request, _ in found])
         order = sorted(found, key=lambda one: -one[2])  # requests with the longest drafts first
-        rows: list[SamplingRequest] = [_SampledRow(request) for _, request, _ in order]
+        rows: list[SamplingRequest] = [SampledRow(request) for _, request, _ in order]
         greedy = all(_is_plain(request) for _, request, _ in order)
         chosen: list[torch.Tensor] = []
         for step in range(order[0][2] + self._runs_after_draft):
@@ -130,7 +133,7 @@ class DraftModelProposer:
             if request.output_count and not self._complete:
                 self._lacks(request, request.computed)
                 continue
-            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source))
+            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source, parents=part.parents))
         if any(part.source >= 0 for part in works):
             self._runner.chosen.copy_(self._sampled)
         if works:
@@ -180,13 +183,13 @@ class DraftModelProposer:
         return Work(sequence, tokens, replayed=request.computed - start, rewrites=True)
 
 
-class _SampledRow(DraftPosition):
+class SampledRow(DraftPosition):
     """A request in the form that the draft model's sampler takes. It has no grammar."""
 
     __slots__ = ()
 
     def __init__(self, request: DraftedRequest) -> None:
-        super().__init__(request, NO_DRAFT, 0)
+        super().__init__(request, NO_DRAFT, -1)
         self.structure = None
 
 

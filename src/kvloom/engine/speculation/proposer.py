@@ -12,6 +12,7 @@ from kvloom.engine.sampling import Finish, SamplingRequest
 from kvloom.models.paged import Work
 
 from .controller import Estimate
+from .draft import Draft
 from .token_index import TokenIndex
 
 __all__ = ["DraftRunner", "DraftedRequest", "Proposer"]
@@ -57,9 +58,11 @@ class Proposer(Protocol):
     is_lookup: bool
     """Whether the proposer only searches tokens on the host, without the device and without pages."""
 
-    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
+    def propose(
+        self, requests: Sequence[DraftedRequest], counts: Sequence[int]
+    ) -> Sequence[list[int] | Draft]:
         """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means
-        that there is no draft."""
+        that there is no draft. A list is a chain."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:

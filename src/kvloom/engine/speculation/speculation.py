@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from kvloom.engine.sampling import collect
 from kvloom.models.paged import Work
 
 from .controller import Controller
+from .draft import Draft
 from .proposer import DraftedRequest, Proposer
-from .verifier import Draft
 
 __all__ = ["Speculation", "SpeculationStats", "longest_draft"]
 
+R = TypeVar("R")
 DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default of the largest number of tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
+HEADS = ("mtp", "eagle")
+"""The proposers that can draft trees."""
 TRIAL_REQUESTS = 16
 """Largest number of requests that get drafts of a lookup before any of its drafts was verified."""
 REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
@@ -30,17 +36,19 @@ MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
 
-def longest_draft(proposers: Iterable[str], draft_tokens: int | None) -> int:
-    """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL"."""
+def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes: int = 0) -> int:
+    """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL".
+    Heads draft trees of `tree_nodes` tokens, or chains if it is 0."""
     kinds = [name.partition("=")[0] for name in proposers]
     if draft_tokens is not None:
-        return draft_tokens if kinds else 0
-    return max((DRAFT_TOKENS.get(kind, OTHER_DRAFT_TOKENS) for kind in kinds), default=0)
+        return max(draft_tokens, tree_nodes) if kinds else 0
+    return max([tree_nodes, *(DRAFT_TOKENS.get(kind, OTHER_DRAFT_TOKENS) for kind in kinds)])
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft."""
+    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft (depth in a
+    tree)."""
 
     steps: int = 0
     rows: int = 0
@@ -52,14 +60,15 @@ class SpeculationStats:
     """Estimate of the saved seconds: the time of plain steps for the same tokens, minus the time of the steps with
     drafts."""
 
-    def count(self, drafted: int, accepted: int) -> None:
+    def count(self, draft: Draft, accepted: int) -> None:
         """Count one verified draft."""
-        while len(self.proposed) < drafted:
-            self.proposed.append(0)
-            self.accepted.append(0)
-        for i in range(drafted):
-            self.proposed[i] += 1
-            self.accepted[i] += i < accepted
+        for depth in draft.depths:
+            while len(self.proposed) < depth:
+                self.proposed.append(0)
+                self.accepted.append(0)
+            self.proposed[depth - 1] += 1
+        for i in range(accepted):
+            self.accepted[i] += 1
         self.rows += 1
         self.tokens += accepted + 1
 
@@ -67,13 +76,19 @@ class SpeculationStats:
 class Speculation:
     """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
-    A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS)."""
+    A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS). If
+    `tree_nodes` is not 0, heads draft trees of up to this many tokens."""
 
     def __init__(
-        self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
+        self,
+        proposers: Sequence[Proposer],
+        draft_tokens: int | None,
+        ends: Iterable[int],
+        rows: int,
+        tree_nodes: int = 0,
     ) -> None:
         self.proposers, self.rows = list(proposers), rows
-        self.draft_tokens = draft_tokens
+        self.draft_tokens, self.tree_nodes = draft_tokens, tree_nodes
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
         lookups = [proposer.name for proposer in proposers if proposer.is_lookup]
@@ -110,21 +125,24 @@ class Speculation:
             if not waiting or left < 1:
                 break
             made = self._ask(proposer, waiting, left, others)
-            for request, tokens in made:
-                if (draft := self._checked(request, tokens)).tokens:
+            for request, proposal in made:
+                given = proposal if isinstance(proposal, Draft) else Draft(proposal)
+                if (draft := self._checked(request, given)).tokens:
                     drafts[id(request)] = draft
                     self._proposed_by[id(request)] = proposer
                     left -= len(draft.tokens)
             others += len(drafts)
             waiting = [one for one in waiting if id(one[0]) not in drafts]
-        self._await_masks(list(drafts.values()))
+        self._await_masks(drafts)
         return {key: draft for key, draft in drafts.items() if draft.tokens}
 
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
-    ) -> list[tuple[DraftedRequest, list[int]]]:
+    ) -> list[tuple[DraftedRequest, list[int] | Draft]]:
         """Return the drafts of one proposer. The controller chooses their lengths."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
+        if self.tree_nodes and proposer.name in HEADS:
+            longest = self.tree_nodes
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:
             lengths = Controller.share(most, left)
@@ -145,10 +163,14 @@ class Speculation:
         if controller is not None:
             taken = time.perf_counter() - started
             self._proposing += taken
-            controller.observe_proposal(proposer.name, len(asked), max(map(len, made)), taken)
+            drafts = [one if isinstance(one, Draft) else Draft(one) for one in made]
+            controller.observe_chances(proposer.name, drafts)
+            has_trees = any(draft.chances for draft in drafts)
+            longest = 1 if has_trees else max(len(draft.tokens) for draft in drafts)
+            controller.observe_proposal(proposer.name, len(asked), longest, taken)
             self.stats.proposing_seconds += taken
-            for (request, _), tokens in zip(asked, made, strict=True):
-                if not tokens:
+            for (request, _), draft in zip(asked, drafts, strict=True):
+                if not draft.tokens:
                     controller.acceptance.observe(request.estimates, proposer.name, 0, 0)
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
@@ -171,8 +193,8 @@ class Speculation:
                 accepted = next((i for i, token in enumerate(actual) if token != draft[i]), len(draft))
                 controller.acceptance.observe(request.estimates, proposer.name, len(draft), accepted)
                 shares.append(accepted / len(draft) if draft else 0.0)
-            [draft] = proposer.propose([request], [REVIEWED_TOKENS])
-            estimate.unused = len(request.tokens), draft
+            [found] = proposer.propose([request], [REVIEWED_TOKENS])
+            estimate.unused = len(request.tokens), found.tokens if isinstance(found, Draft) else found
             if time.perf_counter() - started > REVIEW_SECONDS:
                 break
         if shares:
@@ -195,34 +217,59 @@ class Speculation:
             most = min([most, *(position - certain - 1 for position in ahead if position > certain)])
         return most
 
-    def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return the draft `tokens`, cut after the first token that ends the output. With a grammar, the draft is cut
-        before this token, and the grammar masks after each draft token are requested.
+    def _checked(self, request: DraftedRequest, draft: Draft) -> Draft:
+        """Return the draft without the tokens after one that ends the output. With a grammar, the end is removed, too,
+        and the grammar masks after each draft token are requested.
         """
-        params, structure = request.params, request.structure
+        params, structure, sequence = request.params, request.structure, request.sequence
+        if draft.parents and sequence is not None and sequence.cache.has_states:
+            draft = draft.best_path()  # branches would need a state each
         ends = self.ends | set(params.stop_token_ids)
-        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        ending = {node for node, token in enumerate(draft.tokens) if token in ends}
         if structure is None:
-            return Draft(tokens[: end + 1])
-        states = structure.follow(tokens[:end])
-        return Draft(tokens[: len(states)], states)
+            if ending:
+                draft = draft.select(
+                    {node for node in range(len(draft.tokens)) if draft.parent(node) not in ending}
+                )
+            return draft
+        draft = draft.select(set(range(len(draft.tokens))) - ending)
+        states = structure.follow(draft.tokens, draft.parents)
+        return replace(draft.select(set(range(len(states)))), structures=states)
 
     @staticmethod
-    def _await_masks(drafts: Sequence[Draft]) -> None:
-        """Wait up to MASK_SECONDS for the masks of drafts. Cut each draft before the first token that its grammar
-        refuses."""
-        states = [state for draft in drafts for state in draft.structures]
+    def _await_masks(drafts: dict[int, Draft]) -> None:
+        """Wait up to MASK_SECONDS for the masks of drafts. Remove the draft tokens that their grammar refuses, and the
+        tokens after them."""
+        states = [state for draft in drafts.values() for state in draft.structures]
         if not states:
             return
         collect(states, MASK_SECONDS)
-        for draft in drafts:
-            good = 0
-            for state in draft.structures:
-                if state.pending or state.done:
-                    break
-                good += 1
+        for key, draft in drafts.items():
             if draft.structures:
-                del draft.tokens[good:], draft.structures[good:]
+                good = {
+                    node
+                    for node, state in enumerate(draft.structures)
+                    if not state.pending and not state.done
+                }
+                drafts[key] = draft.select(good)
+
+    @staticmethod
+    def add_trees(
+        work: Sequence[tuple[R, Work]], drafts: dict[int, Draft], supported: bool
+    ) -> list[tuple[R, Work]]:
+        """Return scheduled work with the trees of its drafts. If the step does not support trees, replace each tree by
+        its best path, also in `drafts`."""
+        shaped = []
+        for request, part in work:
+            if part.drafts and (draft := drafts[id(request)]).parents:
+                if supported:
+                    part = part._replace(parents=draft.parents)
+                else:
+                    chain = drafts[id(request)] = draft.best_path()
+                    tokens = np.concatenate((part.tokens[: -part.drafts], chain.tokens))
+                    part = part._replace(tokens=tokens, drafts=len(chain.tokens))
+            shaped.append((request, part))
+        return shaped
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
         """Pass a launched step to the proposers, before its tokens are committed."""
@@ -259,12 +306,14 @@ class Speculation:
             added = len(request.tokens) - before[place]
             if drafted and added:
                 accepted = added - 1
-                self.stats.count(drafted, accepted)
+                self.stats.count(draft, accepted)
                 request.draft_tokens += drafted
                 request.accepted_tokens += accepted
                 proposer = self._proposed_by[id(request)]
                 if self.controller is not None:
-                    self.controller.acceptance.observe(request.estimates, proposer.name, drafted, accepted)
+                    self.controller.acceptance.observe_draft(
+                        request.estimates, proposer.name, draft, accepted
+                    )
                 if request.finish_reason is None:
                     for one in self.proposers:
                         one.draft_verified(request, drafted, accepted, one is proposer)

@@ -5,6 +5,9 @@
     sampled         t0          t1               tk           the sampler's choice after the input
     accepted        t0          t1 if t0 = draft 1, t2 if also t1 = draft 2, …
 
+In a tree, the sampler also chooses one token after each node. Verification starts at the last token, and goes to the
+child that equals the sampled token, until no child equals it.
+
 Sampling at position j uses the request's seed and the number of tokens before the position. Penalties, masks and
 grammar are applied for the tokens before the position. An accepted token is therefore the token that plain decoding
 samples. A fixed draft token is accepted with the target's probability of that token, as in rejection sampling. A draft
@@ -14,29 +17,18 @@ model samples with the same noise (`noise.py`), so that both models choose the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvloom.engine.sampling import GrammarState, SamplingParams, SamplingRequest, TokenCounts
 
+from .draft import Draft
 from .proposer import DraftedRequest
 
-__all__ = ["NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Draft tokens of a request. A request with a grammar also has the state of the grammar after each draft token."""
-
-    tokens: list[int]
-    structures: list[GrammarState] = field(default_factory=list)
-
-
-NO_DRAFT = Draft([])
+__all__ = ["DraftPosition", "accepted_places", "draft_positions"]
 
 
 class DraftPosition:
-    """Stands for a request in the sampler, as if the first `count` tokens of its draft were already accepted. The
-    sampler then chooses the token after them.
+    """Stands for a request in the sampler, as if the draft tokens up to `node` were already accepted. The sampler then
+    chooses the token that follows them. A `node` of -1 is the request's last token.
     """
 
     __slots__ = (
@@ -50,18 +42,19 @@ class DraftPosition:
         "top_logprobs",
     )
 
-    def __init__(self, request: DraftedRequest, draft: Draft, count: int) -> None:
+    def __init__(self, request: DraftedRequest, draft: Draft, node: int) -> None:
+        path = draft.path(node)
         self.prompt: tuple[int, ...] = request.prompt
         self.params: SamplingParams = request.params
         self.seed: int = request.seed
         self.top_logprobs: int = request.top_logprobs
         self.tokens: list[int] = request.tokens
         if request.params.needs_last_token:
-            self.tokens = request.tokens + draft.tokens[:count]
+            self.tokens = request.tokens + [draft.tokens[i] for i in path]
         counts = request.token_counts
         self.token_counts: TokenCounts | None = None if counts is None else counts.copy()
-        self.structure: GrammarState | None = draft.structures[count - 1] if draft.structures else None
-        self.sampled_tokens: int = request.sampled_tokens + count
+        self.structure: GrammarState | None = draft.structures[node] if draft.structures else None
+        self.sampled_tokens: int = request.sampled_tokens + len(path)
 
 
 def draft_positions(
@@ -72,18 +65,15 @@ def draft_positions(
     rows: list[SamplingRequest] = []
     for request, draft in zip(requests, drafts, strict=True):
         rows.append(request)
-        rows += [DraftPosition(request, draft, count) for count in range(1, len(draft.tokens) + 1)]
+        rows += [DraftPosition(request, draft, node) for node in range(len(draft.tokens))]
     return rows, [row.sampled_tokens - 1 for row in rows]
 
 
-def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[range]:
-    """Return, for each request, the range of its accepted tokens in the sampled `tokens`. A range has at least one
-    token."""
+def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[list[int]]:
+    """Return, for each request, the indexes of its accepted tokens in the sampled `tokens`. There is at least one."""
     places, start = [], 0
     for draft in drafts:
-        count = 0
-        while count < len(draft.tokens) and draft.tokens[count] == tokens[start + count]:
-            count += 1
-        places.append(range(start, start + count + 1))
-        start += len(draft.tokens) + 1
+        end = start + len(draft.tokens) + 1
+        places.append([start, *(start + 1 + node for node in draft.follow(tokens[start:end]))])
+        start = end
     return places

@@ -26,7 +26,7 @@ from .prefill_backends import (
     span_list,
 )
 
-__all__ = ["attend_dense", "cudnn_attend", "cudnn_supports", "merge_outputs"]
+__all__ = ["attend_dense", "cudnn_attend", "cudnn_supports", "merge_outputs", "supports_dense"]
 
 
 def attend_dense(
@@ -81,6 +81,11 @@ def attend_dense(
         tile, listed, q, k.contiguous(), v.contiguous(), scale, causal, FULL, sinks, out, lse
     )
     return out, lse
+
+
+def supports_dense(q: torch.Tensor, v_dim: int) -> bool:
+    """Return whether a GPU kernel supports queries like `q` and values of `v_dim` dims."""
+    return q.is_cuda and q.dtype in HALF_DTYPES and (q.shape[2], v_dim) in GATHERED_DIMS
 
 
 def merge_outputs(

@@ -21,9 +21,12 @@ class Mask:
     """The tokens that each query sees, and changes to its scores. `span` is the visibility rule of the layer.
     `softcap` is the limit of the scores' absolute value.
 
-    `sinks` ([heads]) are logits that count in the softmax but have no value vector. `trees` ([queries, longest])
-    marks which draft tokens of its own sequence each query sees. `spans` ([queries]) are image ids, -1 for text.
-    Queries of the same image see each other in both directions.
+    `sinks` ([heads]) are logits that count in the softmax but have no value vector. `spans` ([queries]) are image ids,
+    -1 for text. Queries of the same image see each other in both directions.
+
+    `trees` ([queries, longest], uint8) are the draft trees. `trees[i, j]` is 0 if query i does not see query j of its own
+    sequence. Otherwise it is 1 plus the position of query j, counted from the first query of the sequence. Two branches
+    of a tree have the same positions in different slots. Windows count positions, not slots. Every query sees itself.
     """
 
     span: Visibility = FULL

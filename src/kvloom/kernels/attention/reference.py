@@ -169,7 +169,9 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
     block_tokens = layer.k.shape[1]
-    block = layer.mask.span.first_visible_each(np.maximum(position, 0)) // block_tokens
+    # In a tree, the position of a query may be smaller than that of the slot.
+    least = position if layer.mask.trees is None else rows.context_lengths[row]
+    block = layer.mask.span.first_visible_each(np.maximum(least, 0)) // block_tokens
     return _Pieces(row, query, count, position, block, -(-end // block_tokens) - block)
 
 
@@ -288,9 +290,13 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
         )  # index of the token among the queries of its sequence
         inside = (own >= 0) & (own < rows.queries[pieces.row][:, None, None]) & (position >= 0)
         if mask.trees is not None:
-            trees = mask.trees.cpu().numpy().astype(bool)
-            place = np.clip(own, 0, trees.shape[1] - 1)
-            seen = np.where(inside, trees[query[:, :, None], place], seen & (own < 0))
+            trees = mask.trees.cpu().numpy().astype(np.int64)
+            context = rows.context_lengths[pieces.row][:, None, None]
+            drawn = trees[query[:, :, None], np.clip(own, 0, trees.shape[1] - 1)]
+            seen = np.where(inside, drawn > 0, seen & (own < 0))
+            token = np.where(inside & (drawn > 0), context + drawn - 1, token)
+            at = np.clip(position - context, 0, trees.shape[1] - 1)[:, :, 0]
+            position = np.where(position < 0, -1, context + trees[query, at][:, :, None] - 1)
         if mask.spans is not None:
             spans = mask.spans.cpu().numpy()
             place = np.clip(own + rows.begins[pieces.row][:, None, None], 0, len(spans) - 1)

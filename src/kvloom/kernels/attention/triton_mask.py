@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .mask import SPAN_NUMBERS
 
-__all__ = ["first_visible"]
+__all__ = ["first_visible", "tree_position"]
 
 SLIDING: tl.constexpr = tl.constexpr(SPAN_NUMBERS["sliding"])
 CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
@@ -25,3 +25,10 @@ def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
         return tl.maximum(position, 0) // SIZE * SIZE
     else:
         return position * 0
+
+
+@triton.jit
+def tree_position(TREES, rows, own, last, mine):
+    """Return the position of queries in draft trees (`mask.Mask`). `rows` are their rows in TREES, `own` is the slot of
+    the first query of their sequence, and `last` is their own slot."""
+    return own + tl.load(TREES + rows + last - own, mask=mine & (last >= 0), other=1).to(tl.int32) - 1

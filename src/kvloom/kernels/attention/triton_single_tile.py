@@ -16,7 +16,7 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from .triton_mask import first_visible
+from .triton_mask import first_visible, tree_position
 from .triton_units import INTERPRETED, load_rows, step
 from .triton_work_list import (
     BASE,
@@ -147,10 +147,12 @@ def attend_single_tiles(
         tree_rows = q_row
         if BOUNDS > 0:
             last = tl.load(TOKENS + token * TOKEN_WIDTH + POSITION, mask=mine, other=-1)
-            first = first_visible(last, SPAN, WINDOW)
             if TREE:
                 own = tl.load(TOKENS + token * TOKEN_WIDTH + OWN, mask=mine, other=0)
                 tree_rows = token.to(tl.int64) * tree_row
+                first = first_visible(tree_position(TREES, tree_rows, own, last, mine), SPAN, WINDOW)
+            else:
+                first = first_visible(last, SPAN, WINDOW)
         peak, weight, acc0, acc1 = step(
             t, ok, lo, hi, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
             k_base, v_base, Q, Q, table, TREES, k_page, k_token, v_page, v_token, v_column, 0, 0, 0, 0,

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from .triton_mask import first_visible
+from .triton_mask import first_visible, tree_position
 from .triton_units import LOW_INT8, load_rows, step, step_8bit, two_parts
 from .triton_work_list import (
     BASE,
@@ -146,10 +146,12 @@ def attend_tiles(
         tree_rows = q_row
         if BOUNDS > 0:
             last = tl.load(TOKENS + token * TOKEN_WIDTH + POSITION, mask=mine, other=-1)
-            first = first_visible(last, SPAN, SIZE)
             if TREE:
                 own = tl.load(TOKENS + token * TOKEN_WIDTH + OWN, mask=mine, other=0)
                 tree_rows = token.to(tl.int64) * tree_row
+                first = first_visible(tree_position(TREES, tree_rows, own, last, mine), SPAN, SIZE)
+            else:
+                first = first_visible(last, SPAN, SIZE)
         peak = tl.full([BM], float("-inf"), tl.float32)
         weight = tl.zeros([BN, BM] if SMALL else [BM], tl.float32)
         acc0 = tl.zeros([DV0, BM] if SMALL else [BM, DV0], tl.float32)

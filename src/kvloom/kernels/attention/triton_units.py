@@ -124,6 +124,7 @@ def _seen(
             rows = tree_rows[None, :] if SMALL else tree_rows[:, None]
             drawn = tl.load(TREES + rows + among, mask=seen & (among >= 0) & (end >= 0), other=0)
             seen = seen & ((among < 0) | (drawn != 0)) & (end >= 0)
+            t = tl.where(among < 0, t, t - among + drawn.to(tl.int32) - 1)  # positions, not slots
         else:
             seen = seen & (t <= end)
     if BOUNDS >= 2:

@@ -236,12 +236,12 @@ def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
 
 def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
-    fused_moe: int, chunk: int, tile_rows: int,
+    experts: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
     """Sort the pairs into tiles of one expert each. Writes three results: `rows` has the pair of each tile row (-1
     for an unused row), `owners` the expert of each tile, and `tiles` the number of tiles."""
     chunks, bins = counts.shape
-    _order_kernel[(fused_moe, chunks)](
+    _order_kernel[(experts, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
         CHUNK=chunk, CHUNKS=1 if chunks == 1 else max(16, triton.next_power_of_2(chunks)), BINS=bins, M=tile_rows, num_warps=4,
     )  # fmt: skip
@@ -302,13 +302,13 @@ def sum_parts(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, fused_moe = logits.shape
+    tokens, experts = logits.shape
     weights = torch.empty((tokens, picked), dtype=dtype, device=logits.device)
     index = torch.empty((tokens, picked), dtype=torch.int64, device=logits.device)
-    bins, rows = max(16, triton.next_power_of_2(fused_moe)), 4
+    bins, rows = max(16, triton.next_power_of_2(experts)), 4
     if tokens:
         _choose_kernel[(triton.cdiv(tokens, rows),)](
-            logits, weights, index, tokens, EXPERTS=fused_moe, BINS=bins, PICKED=picked,
+            logits, weights, index, tokens, EXPERTS=experts, BINS=bins, PICKED=picked,
             SLOTS=triton.next_power_of_2(picked), ROWS=rows, SHARED=shared, num_warps=rows,
         )  # fmt: skip
     return weights, index

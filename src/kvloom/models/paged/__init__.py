@@ -5,10 +5,12 @@
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
 | attention         | the attention function of every layer; `install` prepares a model for it       |
+| latents           | MLA attention of long prompts, with expanded keys and values                   |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
 | hidden_states     | hidden states of the target in the pages of a draft head                       |
+| token_mover       | moves accepted tokens of draft trees to their slots                            |
 | empty_cache       | the cache interface of an empty cache                                          |
 | family_exceptions | changes for single families                                                    |
 | scales            | static scales of quantised K and V                                             |
@@ -22,6 +24,7 @@ from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+from .token_mover import TokenMover
 
 __all__ = [
     "ATTENTION",
@@ -38,6 +41,7 @@ __all__ = [
     "ImageInputs",
     "Pages",
     "Scales",
+    "TokenMover",
     "VisibleImages",
     "Work",
     "attend",

@@ -19,7 +19,7 @@ from torch import nn
 from kvloom.models.specs import ModelError
 
 from .cross_attention import wrap_cross_attention
-from .family_exceptions import absorb_latent, calls_registry, keeps_latents, prepare
+from .family_exceptions import absorb_latent, calls_registry, keeps_latents, prepare, up_projection
 from .mixers import is_mixer, wrap_mixer
 from .pages import PAGES_BY_HANDLE, Pages
 
@@ -100,6 +100,9 @@ def attend(
     new = pages.take(layer)
     if not keeps_latents(module):
         return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
+    plain = softcap is None and s_aux is None
+    if plain and pages.expands_latents(layer, packed, up_projection(module)):
+        return pages.attend_expanded(layer, packed, *new, scale, up_projection(module))[None], None
     absorbed, up = absorb_latent(module, packed)
     out = _attend_pages(pages, layer, absorbed, *new, scale, softcap, s_aux, up.shape[-1])
     return torch.einsum("thr,hdr->thd", out, up)[None], None

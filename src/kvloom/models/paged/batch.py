@@ -43,6 +43,8 @@ class Work(NamedTuple):
       them.
     - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
       computed them as a draft.
+    - `parents`: if the last tokens are a tree, the index of each one's parent among them. Parents precede their children.
+      -1 is the token before the tree. Empty if the tokens follow one another.
     """
 
     sequence: Sequence
@@ -53,6 +55,7 @@ class Work(NamedTuple):
     drafts: int = 0
     rewrites: bool = False
     skipped: int = 0
+    parents: tuple[int, ...] = ()
 
     @property
     def new_tokens(self) -> int:
@@ -101,7 +104,10 @@ class Batch:
     | drafts               | number of draft tokens at the end of each sequence; empty if there are no drafts                 |
     | longest              | if `replayed`: largest number of tokens of a sequence in this step                               |
     | stored               | if `longest` > 1: number of tokens of each sequence after which recurrent layers store the state |
+    | trees                | draft trees of a step: which tokens of its row each token sees (`kernels.attention.Mask`)        |
+    | previous             | if `trees`: index in its sequence of the token before each token, -1 for the first token         |
 
+    A token of a tree has the position of its depth, but its own slot. Two branches have the same positions.
     Padding tokens and padding sequences may follow the last bound.
     """
 
@@ -130,6 +136,8 @@ class Batch:
     stored: torch.Tensor | None = None
     replays: bool = False
     """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
+    trees: torch.Tensor | None = None
+    previous: torch.Tensor | None = None
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
@@ -152,10 +160,20 @@ REPLAYED = -2
 which no sequence uses."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """The trees of a step, on the host. `seen` is `Batch.trees`, `positions` are the positions of all tokens, and
+    `previous` is `Batch.previous`."""
+
+    seen: npt.NDArray[np.uint8] | npt.NDArray[np.int32]
+    positions: Ints
+    previous: Ints
+
+
 @dataclass(slots=True)
 class _StepNumbers:
     """The integer inputs of a step, on the host. The fields have the order of the buffer that is uploaded to the
-    device."""
+    device. `positions` ignore trees, so they decide the slots."""
 
     tokens: Ints
     positions: Ints
@@ -168,6 +186,7 @@ class _StepNumbers:
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
     drafts: tuple[int, ...] = field(default=())
+    trees: _Trees | None = None
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """Return the numbers of this object, followed by the numbers of `other`."""
@@ -198,7 +217,8 @@ class BatchBuilder:
 
     A step must be launched before the next step is built. Building waits if the device is two steps behind.
     `mirrored` states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
-    cache are used. `shifted` states that images shift rotary positions.
+    cache are used. `shifted` states that images shift rotary positions. If replayed steps with drafts may have trees,
+    `tree_columns` is the largest number of tokens of a sequence in a step, a multiple of 4.
     """
 
     def __init__(
@@ -209,6 +229,7 @@ class BatchBuilder:
         rows: int,
         mirrored: bool | None = None,
         shifted: bool = False,
+        tree_columns: int = 0,
     ) -> None:
         self.cache, self.device = cache, torch.device(device)
         self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
@@ -221,7 +242,10 @@ class BatchBuilder:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
+        self._tree_columns = tree_columns
+        self._token_fields = 6 if tree_columns else 4
         most = 4 * tokens + (5 + width + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
+        most += (2 + tree_columns // 4) * DRAFT_STEP_TOKENS if tree_columns else 0
         most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
@@ -230,6 +254,11 @@ class BatchBuilder:
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
         self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether replayed steps with drafts may have trees."""
+        return self._tree_columns > 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
@@ -245,6 +274,11 @@ class BatchBuilder:
             if numbers.drafts:
                 replays = bool((numbers.source == REPLAYED).any())
                 batch = replace(batch, drafts=numbers.drafts, replays=replays)
+        if numbers.trees is not None:
+            trees = numbers.trees
+            batch = _with_trees(
+                batch, *(upload(part, self.device) for part in (trees.seen, trees.positions, trees.previous))
+            )
         if any(work.sequence.cold_blocks for work in works):
             batch = replace(batch, cold=self._cold_rows(works, batch))
         return batch
@@ -291,8 +325,16 @@ class BatchBuilder:
             block = block.copy()
             numbers = self._numbers(works)
             used, count = len(numbers.tokens), len(works)
-            of_tokens, of_rows, starts = self._drafted_parts(block, size)
-            of_tokens[:, :used] = numbers.tokens, numbers.positions, numbers.source, numbers.row_of
+            of_tokens, of_rows, starts, seen = self._drafted_parts(block, size)
+            of_tokens[:4, :used] = numbers.tokens, numbers.positions, numbers.source, numbers.row_of
+            if self._tree_columns:
+                trees = (
+                    _trees(works, numbers.positions, numbers.starts)
+                    if numbers.trees is None
+                    else numbers.trees
+                )
+                of_tokens[4:, :used] = trees.positions, trees.previous
+                seen[:used, : trees.seen.shape[1]] = trees.seen
             of_tokens[3, used:] = np.arange(count, count + size - used)
             starts[:count] = numbers.starts[:-1]
             starts[count:] = np.minimum(np.arange(used, used + size - count + 1), size)
@@ -307,18 +349,25 @@ class BatchBuilder:
                 of_rows[-1, :count] = numbers.shifts
         self._copy(block)
 
-    def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids]:
-        """Divide the uploaded numbers of `drafted(size)` into three parts: numbers per token, numbers per sequence,
-        and the starts of sequences."""
-        at = 4 * size
-        return block[:at].reshape(4, size), block[at : -size - 1].reshape(-1, size), block[-size - 1 :]
+    def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids, npt.NDArray[np.uint8]]:
+        """Divide the uploaded numbers of `drafted(size)` into four parts: numbers per token, numbers per row, the
+        starts of rows, and the trees."""
+        at, end = self._token_fields * size, len(block) - size * self._tree_columns // 4
+        starts = end - size - 1
+        return (
+            block[:at].reshape(-1, size),
+            block[at:starts].reshape(-1, size),
+            block[starts:end],
+            block[end:].view(np.uint8).reshape(size, -1),
+        )
 
     def _drafted_padding(self, size: int) -> Ids:
         """Return the numbers of `drafted(size)` for padding only."""
         width, states = len(self._tables), self._states
-        fields = 4 + 3 + width + (states + 1 if states else 0) + self._shifted
-        block = np.zeros(fields * size + size + 1, np.int32)
-        of_tokens, of_rows, starts = self._drafted_parts(block, size)
+        fields = self._token_fields + 3 + width + (states + 1 if states else 0) + self._shifted
+        block = np.zeros(fields * size + size + 1 + size * self._tree_columns // 4, np.int32)
+        of_tokens, of_rows, starts, seen = self._drafted_parts(block, size)
+        seen[:, :1] = 1
         of_tokens[2], of_tokens[3] = -1, np.arange(size)
         of_rows[0], of_rows[2] = self._tables.shape[1] - 1, -1
         if states:
@@ -384,10 +433,9 @@ class BatchBuilder:
         width, sequences, blocks = self._tables.shape
         states, sent = self._states, self._sent
         fields = 3 + width + (states + 1 if states else 0) + self._shifted
-        ids, positions, source, row_of = sent[: 4 * tokens].view(4, tokens)
-        of_rows, starts = torch.split(
-            sent[4 * tokens : (5 + fields) * tokens + 1], [fields * tokens, tokens + 1]
-        )
+        sizes = [self._token_fields * tokens, fields * tokens, tokens + 1, tokens * self._tree_columns // 4]
+        of_tokens, of_rows, starts, seen = torch.split(sent[: sum(sizes)], sizes)
+        ids, positions, source, row_of, *of_trees = of_tokens.view(-1, tokens)
         of_rows = of_rows.view(fields, tokens)
         of, lengths, patched = of_rows[:3]
         at = 3 + width
@@ -401,6 +449,10 @@ class BatchBuilder:
         numbers = (ids, positions, source, row_of, of, lengths, starts, pages_of_states, shifts)
         bounds = tuple(range(tokens + 1))
         batch = self._gather(numbers, blocks, chosen, (False,) * tokens, bounds, (0,) * tokens)
+        if self._tree_columns:
+            batch = _with_trees(
+                batch, seen.view(torch.uint8).view(tokens, -1), *(part.long() for part in of_trees)
+            )
         return replace(batch, replayed=True, longest=longest, stored=stored)
 
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
@@ -438,6 +490,7 @@ class BatchBuilder:
             self._shifts(works),
             tuple((block_tables.state_length[rows] == 0).tolist()),
             drafts if any(drafts) else (),
+            _trees(works, positions, starts) if any(work.parents for work in works) else None,
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
@@ -583,3 +636,33 @@ class BatchBuilder:
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
         )
+
+
+def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> Batch:
+    """Return the batch with trees. Slots do not change."""
+    rotary = None if batch.rotary is None else batch.rotary + (positions - batch.positions)
+    return replace(batch, positions=positions, rotary=rotary, trees=seen, previous=previous)
+
+
+def _trees(works: Many[Work], slots: Ints, starts: Ints) -> _Trees:
+    """Return the trees of a step. `slots` are the indexes of all tokens in their sequences."""
+    counts = np.diff(starts)
+    longest = int(counts.max())
+    dtype = np.uint8 if longest < 256 else np.int32  # rows of prompts can be long, on a CPU
+    columns = max(
+        4, 1 << (longest - 1).bit_length()
+    )  # few numbers, because each needs its own attention plan
+    seen = np.zeros((len(slots), columns), dtype)
+    positions, previous = slots.copy(), slots - 1
+    for work, start, count in zip(works, starts[:-1].tolist(), counts.tolist(), strict=True):
+        own = seen[start : start + count]
+        chain = count - len(work.parents)
+        own[:chain, :chain] = np.tri(chain, dtype=dtype) * np.arange(1, chain + 1, dtype=dtype)
+        for node, parent in enumerate(work.parents, chain):
+            before = chain + parent
+            if before >= 0:
+                own[node] = own[before]
+            own[node, node] = own[before, before] + 1 if before >= 0 else 1
+            positions[start + node] = slots[start] + int(own[node, node]) - 1
+            previous[start + node] = slots[start] + before
+    return _Trees(seen, positions, previous)

@@ -28,6 +28,7 @@ __all__ = [
     "keeps_latents",
     "prepare",
     "refusal_reason",
+    "up_projection",
 ]
 
 FIXED_LONGROPE = "longrope, settled"
@@ -62,12 +63,18 @@ def prepare(model: Any, context: int | None = None) -> None:
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
+        if keeps_latents(module) and hasattr(module, "expand_kv"):
+            module.expand_kv = _latents_only  # our attention expands latents, or does not need it
     fix_rope_frequencies(model, context)
     add_mask_names(model)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _latents_only(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, rotated
 
 
 def add_mask_names(model: Any) -> None:
@@ -125,10 +132,16 @@ def keeps_latents(module: Any) -> bool:
     return hasattr(module, "kv_b_proj")
 
 
+def up_projection(module: Any) -> torch.Tensor:
+    """Return the weights [heads, dims, rank] that project a latent to the keys and values of each head, without the
+    rotated part of keys."""
+    weight: torch.Tensor = module.kv_b_proj.weight
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
+
+
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors for MLA attention in latent space: the queries multiplied by the up-projection of keys,
     and the up-projection of values [heads, dim, rank]."""
-    weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
-    keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
+    keys, values = torch.split(up_projection(module), [module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values

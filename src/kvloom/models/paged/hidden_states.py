@@ -41,12 +41,16 @@ class HiddenStates:
             pages, places = pages[at], places[at]
         self._states[pages, places] = states.to(self._states.dtype)
 
-    def write_last(self, batch: Batch, states: torch.Tensor, if_set: torch.Tensor) -> None:
+    def write_last(
+        self, batch: Batch, states: torch.Tensor, if_set: torch.Tensor, nodes: torch.Tensor | None = None
+    ) -> None:
         """Write the hidden state of the last token of each row, if the boolean `if_set` (on the device) is set.
-        `states` are those of all tokens. A CUDA graph can contain this write.
+        `states` are those of all tokens. Also write the states of the tokens that `nodes` marks. A CUDA graph can contain
+        this write.
         """
         packed, rows = _rows_of(batch)
-        is_last = if_set & (batch.starts[1:][rows] == packed + 1)
+        is_last = batch.starts[1:][rows] == packed + 1
+        is_last = if_set & (is_last if nodes is None else is_last | nodes)
         pages, places = batch.pages[self._group][self._run], batch.places
         before = self._states[pages, places]
         self._states[pages, places] = torch.where(is_last[:, None], states.to(before.dtype), before)
@@ -55,9 +59,10 @@ class HiddenStates:
         """Return, for each token of a step, the hidden state of the token before it: [tokens, size]. The first token
         of a sequence gets zeros."""
         block, rows = self._states.shape[1], _rows_of(batch)[1]
-        previous = (batch.positions - 1).clamp(min=0)
-        pages = batch.tables[self._group][self._run][rows, previous // block].long()
-        return torch.where((batch.positions > 0)[:, None], self._states[pages, previous % block], 0)
+        previous = batch.positions - 1 if batch.previous is None else batch.previous
+        at = previous.clamp(min=0)
+        pages = batch.tables[self._group][self._run][rows, at // block].long()
+        return torch.where((previous >= 0)[:, None], self._states[pages, at % block], 0)
 
 
 def _rows_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from kvloom.kernels.attention import (
     plan_capacity,
     prefill_plan,
     split_dim,
+    supports_dense,
 )
 from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
@@ -43,6 +44,7 @@ from kvloom.models.specs import DRAFT_PREFIX, ModelError
 from .batch import Batch
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
+from .latents import ExpandedPlan
 from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
@@ -127,6 +129,7 @@ class Pages(EmptyCache):
         self._single_token_rows: dict[tuple[int, int], cpu.SingleTokenRows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._splitter: GraphSplitter | None = None
+        self._expanded: ExpandedPlan | Literal[False] | None = None
         self.handle = next(_HANDLES)
         """The number by which the operations of a compiled model find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
@@ -147,6 +150,7 @@ class Pages(EmptyCache):
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
+        self._expanded = None
         self._single_token_rows = None
 
     @property
@@ -274,6 +278,50 @@ class Pages(EmptyCache):
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
+    def expands_latents(self, layer_idx: int, query: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Return whether `attend_expanded` computes an MLA layer in this step. `weight` is the up-projection."""
+        if self._expanded is None:
+            batch = self.batch
+            plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
+            plain = plain and self._splitter is None and batch.cold is None
+            plain = plain and batch.spans is None and batch.trees is None
+            self._expanded = (
+                ExpandedPlan.of_step(batch.bounds, batch.sizes, self.device) if plain else None
+            ) or False
+        latents = self._views[layer_idx][0].fields["latent"]
+        v_dim = weight.shape[1] + latents.shape[-1] - weight.shape[2] - query.shape[-1]
+        return bool(self._expanded) and supports_dense(query, v_dim) and latents.dtype == query.dtype
+
+    def attend_expanded(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the new latents of an MLA layer (`key` and its rotated part `value`). Then return attention of packed
+        queries [tokens, heads, dim]: of long prompts with expanded keys and values, of the sequences before them in
+        latent space. `weight` is the up-projection."""
+        view, plan = self._views[layer_idx][0], self._expanded
+        assert plan
+        new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        self._write(view, new_k, new_v)
+        nope = query.shape[-1] - value.shape[-1]
+        out = query.new_empty((*query.shape[:2], weight.shape[1] - nope))
+        plan.attend(query, view.fields["latent"], self.batch.tables[view.group][view.run], weight, scale, out)
+        if plan.first:
+            before = query[: plan.first_query]
+            absorbed = torch.cat(
+                (torch.einsum("thd,hdr->thr", before[..., :nope], weight[:, :nope]), before[..., nope:]), -1
+            )
+            found = self._read(
+                layer_idx, scale, None, None, weight.shape[2], absorbed, new_k, new_v, sequences=plan.first
+            )
+            out[: plan.first_query] = torch.einsum("thr,hdr->thd", found, weight[:, nope:])
+        return out
+
     def _read(
         self,
         layer_idx: int,
@@ -285,8 +333,10 @@ class Pages(EmptyCache):
         new_k: torch.Tensor,
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
+        sequences: int | None = None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given."""
+        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. `query` has the
+        queries of the first `sequences` sequences, or of all."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
@@ -295,11 +345,11 @@ class Pages(EmptyCache):
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
-        plan = self._plan(shape, span)
+        plan = self._plan(shape, span, sequences)
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
-            query, k, v, tables, Mask(span, softcap, sinks, spans=batch.spans), scale,
+            query, k, v, tables, Mask(span, softcap, sinks, batch.trees, batch.spans), scale,
             k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
@@ -320,6 +370,7 @@ class Pages(EmptyCache):
             batch = self.batch
             plain = (
                 batch.spans is None
+                and batch.trees is None
                 and batch.cold is None
                 and not batch.replayed
                 and self._splitter is None
@@ -365,11 +416,16 @@ class Pages(EmptyCache):
             self._shared_runs[key] = SharedRuns(key[0], device=self.device)
         return self._shared_runs[key]
 
-    def _plan(self, shape: Shape, span: Visibility) -> Plan:
+    def _plan(self, shape: Shape, span: Visibility, sequences: int | None = None) -> Plan:
+        """Return the plan of the step, or of its first `sequences` sequences."""
         batch = self.batch
-        # Only the device reads the lengths of a replayed step.
-        rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.longest, batch.shares and is_worth_sharing(span)
+        # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
+        decodes = batch.replayed or (
+            batch.trees is not None and self.device.type == "cuda" and shape.is_supported
+        )
+        rows = plan_capacity(len(batch.sizes)) if decodes else 0
+        longest = batch.longest if batch.replayed or batch.trees is None else batch.trees.shape[1]
+        key = shape, span, rows, longest, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -378,7 +434,9 @@ class Pages(EmptyCache):
                 plan.make(batch.starts, batch.lengths)
             else:
                 has_cold_rows = batch.cold is not None and not span.windowed
-                plan.make(batch.bounds, batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes)
+                sizes = batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes
+                bounds = batch.bounds if sequences is None else batch.bounds[: sequences + 1]
+                plan.make(bounds, sizes[:sequences])
             self._made.add(key[:2])
         return plan
 

@@ -93,6 +93,7 @@ class ServedModel:
             "max_tokens": facts.max_tokens,
             "events": settings.get("kv_events"),
             "replay": settings.get("kv_events_replay"),
+            "events_need_key": settings.get("kv_events_key") is not None,
             "role": self.engine.role,
             "step_times": self.engine.stats.step_times,
             "slo_ttft": settings.get("slo_ttft"),

@@ -1,0 +1,160 @@
+"""MLA attention of long prompts, with expanded keys and values.
+
+An MLA layer stores one latent per token. Keys and values of all heads are projections of the latent. There are two ways
+to attend:
+
+    absorbed   queries are projected into latent space, and read latents in pages (576 and 512 dims in DeepSeek)
+    expanded   latents are projected to keys and values of each head (192 and 128 dims), which queries then read
+
+Decoding is absorbed, because it reads few bytes. A prompt is expanded, because it needs a third of the arithmetic.
+Expanded keys and values are temporary. They are computed for at most `EXPANDED_TOKENS` tokens at a time, and the
+results of several parts of a sequence are merged by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from kvloom.kernels.attention import attend_dense, merge_outputs
+from kvloom.kernels.device import upload
+
+__all__ = ["ExpandedPlan"]
+
+MIN_QUERIES = 256
+"""A sequence with at least this many new tokens is expanded."""
+MIN_QUERIES_ALONE = 64
+"""A sequence without cached tokens is expanded if it has at least this many new tokens."""
+EXPANDED_TOKENS = 16384
+"""Largest number of tokens that are expanded at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries of one or more sequences, and the tokens that they read. `rows` and `positions` name these tokens: the
+    row of the block table, and the position in the sequence. `merges` states that an earlier part has the same
+    queries."""
+
+    queries: slice
+    starts: list[int]
+    token_starts: list[int]
+    rows: torch.Tensor
+    positions: torch.Tensor
+    causal: bool
+    merges: bool
+
+
+class ExpandedPlan:
+    """The sequences of a step that are expanded: all sequences from number `first` on. A plan is made once per step, and
+    every layer runs it."""
+
+    def __init__(
+        self, first: int, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        """`bounds` contains the first query of each sequence, and `lengths` the number of its tokens, with the new
+        ones."""
+        self.first, self.first_query = first, bounds[first]
+        self._parts: list[_Part] = []
+        group: list[int] = []
+        for place in range(first, len(lengths)):
+            if group and sum(lengths[i] for i in [*group, place]) > EXPANDED_TOKENS:
+                self._add_group(group, bounds, lengths, device)
+                group = []
+            if lengths[place] > EXPANDED_TOKENS:
+                self._add_long(place, bounds, lengths, device)
+            else:
+                group.append(place)
+        if group:
+            self._add_group(group, bounds, lengths, device)
+
+    @classmethod
+    def of_step(
+        cls, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> ExpandedPlan | None:
+        """Return the plan of a step. None if no sequence is worth it. Decoding sequences come first in a step, so all
+        sequences after the first long one are expanded."""
+        for place, length in enumerate(lengths):
+            queries = bounds[place + 1] - bounds[place]
+            if queries >= (MIN_QUERIES_ALONE if queries == length else MIN_QUERIES):
+                return cls(place, bounds, lengths, device)
+        return None
+
+    def _add_group(
+        self, group: list[int], bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        """Add a part in which sequences read all of their tokens."""
+        begin = bounds[group[0]]
+        counts = np.array([lengths[i] for i in group])
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        self._parts.append(
+            _Part(
+                slice(begin, bounds[group[-1] + 1]),
+                [bounds[i] - begin for i in group] + [bounds[group[-1] + 1] - begin],
+                [0, *ends.tolist()],
+                upload(np.repeat(np.array(group), counts), device),
+                upload(positions, device),
+                True,
+                False,
+            )
+        )
+
+    def _add_long(
+        self, place: int, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        """Add the parts of one long sequence: first its new tokens, then its cached tokens in pieces."""
+        queries = slice(bounds[place], bounds[place + 1])
+        count = queries.stop - queries.start
+        cached = lengths[place] - count
+        pieces = [(cached, lengths[place])]
+        pieces += [(at, min(at + EXPANDED_TOKENS, cached)) for at in range(0, cached, EXPANDED_TOKENS)]
+        for begin, end in pieces:
+            positions = np.arange(begin, end)
+            rows = upload(np.full(end - begin, place), device)
+            own = begin == cached
+            self._parts.append(
+                _Part(
+                    queries,
+                    [0, count],
+                    [0, end - begin],
+                    rows,
+                    upload(positions, device),
+                    own,
+                    merges=not own,
+                )
+            )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        tables: torch.Tensor,
+        weight: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Write attention of all expanded sequences to `out` [tokens, heads, dim of v].
+
+        `query` [tokens, heads, dim] are the packed queries of the whole step. `latents` [pages, tokens, dim] are the
+        layer's pages, and `tables` its block tables. `weight` [heads, dims, rank] projects latents to keys and values.
+        """
+        block, (heads, wide, rank) = latents.shape[1], weight.shape
+        v_dim = out.shape[2]
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for part in self._parts:
+            pages = tables[part.rows, part.positions // block].long()
+            found = latents[pages, part.positions % block]
+            both = linear(found[:, :rank], weight.reshape(-1, rank)).view(-1, heads, wide)
+            rotated = found[:, None, rank:].expand(-1, heads, -1)
+            keys = torch.cat((both[..., : wide - v_dim], rotated), -1)
+            values = both[..., wide - v_dim :]
+            own = query[part.queries], keys, values, part.starts, part.token_starts, part.causal, scale
+            results = out[part.queries], lse[part.queries]
+            if part.merges:
+                merge_outputs(*results, *attend_dense(*own), *results)
+            else:
+                attend_dense(*own, None, *results)
