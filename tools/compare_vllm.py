@@ -95,12 +95,15 @@ class EngineProcess:
         return result
 
     def call(self, seconds: float = ANSWER_SECONDS, **command: Any) -> Result:
-        """Run one command. Raises EngineError if the engine does not answer in time. Its answer to an earlier command
-        may then come first, and is ignored.
+        """Run one command. Raises EngineError if the engine does not answer in time. The next call first waits for
+        the late answer, and ignores it.
         """
         while self._late:
             self._late -= 1
-            self._result(seconds)
+            try:
+                self._result(seconds)
+            except EngineError as error:
+                raise EngineError(f"not sent, because an earlier command has {error}") from None
         try:
             self._connection.send_bytes(json.dumps(command).encode())
         except OSError:
