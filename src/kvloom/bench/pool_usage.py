@@ -75,8 +75,8 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens`, which has one entry per page. If several entries have the same page, only the
-    smallest counts."""
+    """Return the sum of `tokens`, where `tokens[i]` belongs to `pages[i]`. If a page occurs several times, only its
+    smallest entry counts. Entries of page 0 (no page) do not count."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)

@@ -1,11 +1,11 @@
 """Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
-whichever is longer. The bound is the sum over operations.
+whichever is longer. The bound is the sum over operations. A pass is one forward pass of the model.
 
-    pass     counted                                                    bytes                    FLOPs
-    dense    every matrix but embeddings and head, over all tokens      weights, once per pass   2 per weight and token
-    experts  the experts that the pass's tokens choose (expected)       their weights            2 per weight and choice
-    head     logits of one position per request                         its weights              2 per weight and position
-    attend   by each layer's visibility                                 K and V read             4 per head, dimension and pair
+    operation  counted                                                  bytes                    FLOPs
+    dense      every matrix but embeddings and head, over all tokens    weights, once per pass   2 per weight and token
+    experts    the experts that the pass's tokens choose (expected)     their weights            2 per weight and choice
+    head       logits of one position per request                       its weights              2 per weight and position
+    attend     query-key pairs that each layer's visibility allows      K and V read             4 per head, dimension and pair
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
 computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,

@@ -1,11 +1,11 @@
 """The Tier protocol: batched lookup, read, write and drop of objects. Reads and writes use ranges of the caller's
 memory.
 
-    object   block hash + group + form (byte layout)    one page, split into equal layer runs
-    range    start of a page in the caller's buffer     a read may request some of the runs only
+    object   one page, split into equal layer runs. Its key is block hash + group + form (byte layout)
+    range    the bytes of one page in the caller's buffer, given by their start. A read may request only some runs
 
 A layer run is the data of one layer in the page. A tier handles keys and bytes. It does not depend on layer kinds,
-tokens, devices or torch. About a tenant, a tier uses only the encryption key and the share of the capacity.
+tokens, devices or torch. All that a tier uses of a tenant is its encryption key and its share of the capacity.
 """
 
 from __future__ import annotations

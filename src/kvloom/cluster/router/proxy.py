@@ -265,7 +265,7 @@ class Proxy:
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
         """Return the workers that may meet the objective of a call. If no worker can meet it, raise ApiError 429 with
-        the best prediction. A call that was already sent to a worker is not refused, and all workers are returned.
+        the best prediction, or return all workers if the call was already sent to a worker.
         """
         assert call.keys is not None
         found: list[str] = []

@@ -75,7 +75,7 @@ class Checkpoints:
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
         """Return, for each windowed group, its visibility and its page id for each block (0 for no page). `rows`
-        has the page ids of each block."""
+        has one row per block, with the page ids of all groups."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 

@@ -134,8 +134,8 @@ class _Tree:
                 self.nodes.append((before + chance, node, int(token), depth))
 
     def begin_depth(self, depth: int, deepest: int) -> bool:
-        """Choose the nodes of a depth whose children may be part of the draft. Return whether there are any. All depths
-        together compute at most as many nodes as the draft has."""
+        """Choose the nodes of a depth that the head computes next: those whose children may be part of the draft.
+        Return whether there are any. Over all depths, the head computes at most as many nodes as a draft may have."""
         best = self._best()
         if len(best) == self._count:
             self._least = self.nodes[best[-1]][0]

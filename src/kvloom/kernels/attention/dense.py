@@ -96,8 +96,8 @@ def merge_outputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the results of attention over two disjoint sets of tokens. Inputs and results are outputs [tokens,
-    heads, dim] and natural log-sum-exps [tokens, heads].
+    """Merge the results of attention over two disjoint sets of tokens. Each result is an attention output [tokens,
+    heads, dim] and its natural log-sum-exp [tokens, heads]. The merged result has the same shapes.
 
     A log-sum-exp of minus infinity marks an input without visible tokens. Such an input does not change the result.
     `out` may be one of the inputs.

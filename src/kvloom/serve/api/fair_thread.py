@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 class FairThread:
-    """Runs one function at a time, for one tenant after another. While a tenant waits, at most one function of each
-    other tenant runs before its function."""
+    """Runs one function at a time, for one tenant after another. A waiting tenant waits for at most one
+    function of every other tenant."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)

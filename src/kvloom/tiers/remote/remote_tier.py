@@ -115,8 +115,8 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Number of bytes per call to the store. All write batches in flight together then use at most half of the
-        capacity."""
+        """Largest number of bytes per call to the store: `batch_bytes`, or less if the store is small, so that the
+        batches of all writers together use at most half of the capacity."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
