@@ -30,7 +30,6 @@ def test_expanded_prompts(family: str, budget: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(latents.ExpandedPlan, "attend", counted)
     monkeypatch.setattr(latents, "MIN_QUERIES", 6)
     monkeypatch.setattr(latents, "MIN_QUERIES_ALONE", 4)
-    monkeypatch.setattr(latents, "EXPANDED_TOKENS", 32)
     model = tiny(family)
     model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(5)
@@ -38,6 +37,7 @@ def test_expanded_prompts(family: str, budget: int, monkeypatch: pytest.MonkeyPa
     own = copy.deepcopy(model)
     wanted = expected(own, prompts, 8)
     engine = make_engine(model, 1 << 24, token_budget=budget)
+    engine.runner.pages.expanded_tokens = 32
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     requests = []
     for prompt in prompts:

@@ -30,12 +30,12 @@ DIMS = {
 @pytest.mark.parametrize("pieces", [512, 16384])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_expanded_prompts(family: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "EXPANDED_TOKENS", pieces)
     torch.manual_seed(0)
     config = config_of(family, **{**WIDE, **DIMS, "max_position_embeddings": 4096})
     own = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().cuda()
     own.set_attn_implementation("eager")
     engine = make_engine(copy.deepcopy(own), 1 << 28, token_budget=700, max_running=8)
+    engine.runner.pages.expanded_tokens = pieces
     engine.prepare()
     calls = []
     attend = latents.ExpandedPlan.attend

@@ -96,6 +96,7 @@ class ModelRunner:
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
         )
+        self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
         """A function that returns a context for each execution of the model. A draft head uses this context to
         store the hidden states."""
@@ -424,9 +425,8 @@ class ModelRunner:
                 "position_ids": _model_positions(batch),
             }
         if batch.seen is not None:
-            extra["cross_attention_states"] = (
-                self.pages
-            )  # without this argument the model skips its cross-attention layers
+            # Without this argument the model skips its cross-attention layers.
+            extra["cross_attention_states"] = self.pages
         if batch.embeds is None:
             extra["input_ids"] = batch.tokens[None]
         else:

@@ -20,6 +20,8 @@ import torch
 
 from kvloom.models.specs import ModelError
 
+from .latents import absorb
+
 __all__ = [
     "absorb_latent",
     "add_mask_names",
@@ -148,6 +150,5 @@ def up_projection(module: Any) -> torch.Tensor:
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors for MLA attention in latent space: the queries multiplied by the up-projection of keys,
     and the up-projection of values [heads, dim, rank]."""
-    keys, values = torch.split(up_projection(module), [module.qk_nope_head_dim, module.v_head_dim], 1)
-    nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values
+    weight = up_projection(module)
+    return absorb(query, weight, module.qk_rope_head_dim), weight[:, module.qk_nope_head_dim :]

@@ -7,8 +7,8 @@ to attend:
     expanded   latents are projected to keys and values of each head (192 and 128 dims), which queries then read
 
 Decoding is absorbed, because it reads few bytes. A prompt is expanded, because it needs a third of the arithmetic.
-Expanded keys and values are temporary. They are computed for at most `EXPANDED_TOKENS` tokens at a time, and the
-results of several parts of a sequence are merged by their log-sum-exps.
+Expanded keys and values are temporary. They are computed for a limited number of tokens at a time, and the results of
+several parts of a sequence are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from torch.nn.functional import linear
 from kvloom.kernels.attention import attend_dense, merge_outputs
 from kvloom.kernels.device import upload
 
-__all__ = ["ExpandedPlan"]
+__all__ = ["ExpandedPlan", "absorb"]
 
 MIN_QUERIES = 256
 """A sequence with at least this many new tokens is expanded."""
 MIN_QUERIES_ALONE = 64
 """A sequence without cached tokens is expanded if it has at least this many new tokens."""
-EXPANDED_TOKENS = 16384
-"""Largest number of tokens that are expanded at a time."""
+
+
+def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Tensor:
+    """Return queries [tokens, heads, dim] in latent space. Their last `rotated` dims stay as they are. `weight` [heads,
+    dims, rank] projects latents to keys and values."""
+    plain, rest = torch.split(query, [query.shape[-1] - rotated, rotated], -1)
+    return torch.cat((torch.einsum("thd,hdr->thr", plain, weight[:, : plain.shape[-1]]), rest), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +58,18 @@ class ExpandedPlan:
     every layer runs it."""
 
     def __init__(
-        self, first: int, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+        self, first: int, bounds: Sequence[int], lengths: Sequence[int], limit: int, device: torch.device
     ) -> None:
         """`bounds` contains the first query of each sequence, and `lengths` the number of its tokens, with the new
-        ones."""
-        self.first, self.first_query = first, bounds[first]
+        ones. At most `limit` tokens are expanded at a time."""
+        self.first, self.first_query, self._limit = first, bounds[first], limit
         self._parts: list[_Part] = []
         group: list[int] = []
         for place in range(first, len(lengths)):
-            if group and sum(lengths[i] for i in [*group, place]) > EXPANDED_TOKENS:
+            if group and sum(lengths[i] for i in [*group, place]) > limit:
                 self._add_group(group, bounds, lengths, device)
                 group = []
-            if lengths[place] > EXPANDED_TOKENS:
+            if lengths[place] > limit:
                 self._add_long(place, bounds, lengths, device)
             else:
                 group.append(place)
@@ -73,14 +78,14 @@ class ExpandedPlan:
 
     @classmethod
     def of_step(
-        cls, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+        cls, bounds: Sequence[int], lengths: Sequence[int], limit: int, device: torch.device
     ) -> ExpandedPlan | None:
         """Return the plan of a step. None if no sequence is worth it. Decoding sequences come first in a step, so all
         sequences after the first long one are expanded."""
         for place, length in enumerate(lengths):
             queries = bounds[place + 1] - bounds[place]
             if queries >= (MIN_QUERIES_ALONE if queries == length else MIN_QUERIES):
-                return cls(place, bounds, lengths, device)
+                return cls(place, bounds, lengths, limit, device)
         return None
 
     def _add_group(
@@ -111,7 +116,7 @@ class ExpandedPlan:
         count = queries.stop - queries.start
         cached = lengths[place] - count
         pieces = [(cached, lengths[place])]
-        pieces += [(at, min(at + EXPANDED_TOKENS, cached)) for at in range(0, cached, EXPANDED_TOKENS)]
+        pieces += [(at, min(at + self._limit, cached)) for at in range(0, cached, self._limit)]
         for begin, end in pieces:
             positions = np.arange(begin, end)
             rows = upload(np.full(end - begin, place), device)

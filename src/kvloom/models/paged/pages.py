@@ -44,7 +44,7 @@ from kvloom.models.specs import DRAFT_PREFIX, ModelError
 from .batch import Batch
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
-from .latents import ExpandedPlan
+from .latents import ExpandedPlan, absorb
 from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
@@ -70,6 +70,10 @@ class GraphSplitter(Protocol):
         """Return a buffer [tokens, heads, v_dim] for the result of one attention call. Every replay runs `call(query,
         new_k, new_v, out=…)` outside the graphs, which fills the buffer."""
         ...
+
+
+EXPANDED_TOKENS = 16384
+"""Default of `Pages.expanded_tokens`."""
 
 
 class Pages(EmptyCache):
@@ -130,6 +134,8 @@ class Pages(EmptyCache):
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._splitter: GraphSplitter | None = None
         self._expanded: ExpandedPlan | Literal[False] | None = None
+        self.expanded_tokens = EXPANDED_TOKENS
+        """Largest number of MLA latents that are expanded to keys and values at a time."""
         self.handle = next(_HANDLES)
         """The number by which the operations of a compiled model find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
@@ -286,7 +292,9 @@ class Pages(EmptyCache):
             plain = plain and self._splitter is None and batch.cold is None
             plain = plain and batch.spans is None and batch.trees is None
             self._expanded = (
-                ExpandedPlan.of_step(batch.bounds, batch.sizes, self.device) if plain else None
+                ExpandedPlan.of_step(batch.bounds, batch.sizes, self.expanded_tokens, self.device)
+                if plain
+                else None
             ) or False
         latents = self._views[layer_idx][0].fields["latent"]
         v_dim = weight.shape[1] + latents.shape[-1] - weight.shape[2] - query.shape[-1]
@@ -312,10 +320,7 @@ class Pages(EmptyCache):
         out = query.new_empty((*query.shape[:2], weight.shape[1] - nope))
         plan.attend(query, view.fields["latent"], self.batch.tables[view.group][view.run], weight, scale, out)
         if plan.first:
-            before = query[: plan.first_query]
-            absorbed = torch.cat(
-                (torch.einsum("thd,hdr->thr", before[..., :nope], weight[:, :nope]), before[..., nope:]), -1
-            )
+            absorbed = absorb(query[: plan.first_query], weight, value.shape[-1])
             found = self._read(
                 layer_idx, scale, None, None, weight.shape[2], absorbed, new_k, new_v, sequences=plan.first
             )
