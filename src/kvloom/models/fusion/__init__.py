@@ -5,9 +5,11 @@ with its module. If the results differ, the module is not changed.
 |-------------------|-----------------------------------------------------------------|
 | modules           | norms, gated MLPs, projections, decoder layers; `fuse` runs all |
 | fused_attention   | the forward of attention modules                                |
+| latent_attention  | the forward of MLA modules on a GPU                             |
+| joined_weights    | weights of several layers, by one tensor                        |
 | cpu_decoder_layer | the forward of decoder layers on a CPU                          |
 | rotary_cache      | rotary embeddings, by a table of cos and sin                    |
-| moe               | experts and routers                                             |
+| moe               | mixtures of experts                                             |
 """
 
 from .modules import fuse

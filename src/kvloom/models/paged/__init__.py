@@ -19,9 +19,10 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import calls_registry, prepare, refusal_reason
+from .family_exceptions import calls_registry, keeps_latents, prepare, refusal_reason, up_projection
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
+from .latents import absorb
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 from .token_mover import TokenMover
@@ -44,16 +45,19 @@ __all__ = [
     "TokenMover",
     "VisibleImages",
     "Work",
+    "absorb",
     "attend",
     "calls_registry",
     "checkpoint_of",
     "fingerprint",
     "hidden_states_field",
     "install",
+    "keeps_latents",
     "load_scales",
     "prepare",
     "read_scales",
     "refusal_reason",
     "scale_sizes",
+    "up_projection",
     "write_scales",
 ]

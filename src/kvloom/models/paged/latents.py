@@ -18,12 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from kvloom.kernels.attention import attend_dense, merge_outputs
 from kvloom.kernels.device import upload
 
-__all__ = ["ExpandedPlan", "absorb"]
+__all__ = ["ExpandedPlan", "absorb", "into_latent_space", "out_of_latent_space"]
 
 MIN_QUERIES = 256
 """A sequence with at least this many new tokens is expanded."""
@@ -36,6 +35,25 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
     dims, rank] projects latents to keys and values."""
     plain, rest = torch.split(query, [query.shape[-1] - rotated, rotated], -1)
     return torch.cat((torch.einsum("thd,hdr->thr", plain, weight[:, : plain.shape[-1]]), rest), -1)
+
+
+@torch.no_grad()
+def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write queries [tokens, heads, dim], multiplied by the up-projection of keys [heads, dim, rank], to `out` [tokens,
+    heads, rank]. Any strides are possible."""
+    torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
+
+
+@torch.no_grad()
+def out_of_latent_space(
+    found: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return attention results in latent space [tokens, heads, rank], multiplied by the up-projection of values [heads,
+    dim, rank], as [tokens, heads, dim]. Writes to `out` if it is given."""
+    if out is None:
+        out = found.new_empty((*found.shape[:2], weight.shape[1]))
+    torch.bmm(found.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +171,11 @@ class ExpandedPlan:
         for part in self._parts:
             pages = tables[part.rows, part.positions // block].long()
             found = latents[pages, part.positions % block]
-            both = linear(found[:, :rank], weight.reshape(-1, rank)).view(-1, heads, wide)
-            rotated = found[:, None, rank:].expand(-1, heads, -1)
-            keys = torch.cat((both[..., : wide - v_dim], rotated), -1)
-            values = both[..., wide - v_dim :]
+            keys = found.new_empty((len(found), heads, wide - v_dim + found.shape[1] - rank))
+            keys[..., wide - v_dim :] = found[:, None, rank:]
+            shared = found[:, None, :rank].expand(-1, heads, -1)
+            out_of_latent_space(shared, weight[:, : wide - v_dim], keys[..., : wide - v_dim])
+            values = out_of_latent_space(shared, weight[:, wide - v_dim :])
             own = query[part.queries], keys, values, part.starts, part.token_starts, part.causal, scale
             results = out[part.queries], lse[part.queries]
             if part.merges:

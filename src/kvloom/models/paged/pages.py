@@ -37,6 +37,7 @@ from kvloom.kernels.attention import (
     supports_dense,
 )
 from kvloom.kernels.dtypes import FLOAT_DTYPES
+from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
 from kvloom.models.specs import DRAFT_PREFIX, ModelError
@@ -44,7 +45,7 @@ from kvloom.models.specs import DRAFT_PREFIX, ModelError
 from .batch import Batch
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
-from .latents import ExpandedPlan, absorb
+from .latents import ExpandedPlan, absorb, into_latent_space, out_of_latent_space
 from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
@@ -284,8 +285,73 @@ class Pages(EmptyCache):
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
+    def attend_latents(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        norm: RMSNorm,
+        rotary: Rotary,
+        scale: float,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Normalise, rotate and write the new latents of an MLA layer [tokens, dims], in one launch that also rotates
+        the last dims of packed queries [tokens, heads, dim]. Then return attention [tokens, heads, dim of v].
+
+        `weight` is the up-projection. Long prompts are expanded (see `latents`). May rotate queries in place.
+        """
+        view, rank = self._views[layer_idx][0], weight.shape[2]
+        plain = query.shape[-1] - (latents.shape[-1] - rank)
+        absorbs = self._splitter is None and not self.expands_latents(layer_idx, query, weight)
+        absorbed = query.new_empty((*query.shape[:2], latents.shape[-1])) if absorbs else None
+        write(
+            view.fields["latent"][:, :, None], None, self.batch.slots[view.group][view.run], latents[:, None], None,
+            k_scale=view.fields.get("latent_scale"), norm=norm, rotary=rotary, q=query[..., plain:],
+            q_out=None if absorbed is None else absorbed[..., rank:],
+        )  # fmt: skip
+        if absorbed is not None:
+            into_latent_space(query[..., :plain], weight[:, :plain], absorbed[..., :rank])
+            found = self._read(layer_idx, scale, None, None, rank, absorbed, query, query)
+            return out_of_latent_space(found, weight[:, plain:])
+        read = partial(self._read_latents, layer_idx, scale, weight)
+        if self._splitter is None:
+            return read(query, query, query)
+        return self._splitter.split_at(read, query, query, query, weight.shape[1] - plain)
+
+    def _read_latents(
+        self,
+        layer_idx: int,
+        scale: float,
+        weight: torch.Tensor,
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of packed queries over the latents of a layer. Writes to `out` if it is given. Of a plan for
+        expanded sequences, only the sequences before them are computed in latent space."""
+        view = self._views[layer_idx][0]
+        latents, rank = view.fields["latent"], weight.shape[2]
+        rotated = latents.shape[-1] - rank
+        plain = query.shape[-1] - rotated
+        if out is None:
+            out = query.new_empty((*query.shape[:2], weight.shape[1] - plain))
+        sequences, stop = None, len(query)
+        if self.expands_latents(layer_idx, query, weight):
+            plan = self._expanded
+            assert plan
+            plan.attend(query, latents, self.batch.tables[view.group][view.run], weight, scale, out)
+            sequences, stop = plan.first, plan.first_query
+        if stop:
+            absorbed = absorb(query[:stop], weight, rotated)
+            found = self._read(
+                layer_idx, scale, None, None, rank, absorbed, new_k, new_v, sequences=sequences
+            )
+            out_of_latent_space(found, weight[:, plain:], out[:stop])
+        return out
+
     def expands_latents(self, layer_idx: int, query: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return whether `attend_expanded` computes an MLA layer in this step. `weight` is the up-projection."""
+        """Return whether long prompts of this step are expanded in an MLA layer. `weight` is the up-projection."""
         if self._expanded is None:
             batch = self.batch
             plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
@@ -312,20 +378,9 @@ class Pages(EmptyCache):
         """Write the new latents of an MLA layer (`key` and its rotated part `value`). Then return attention of packed
         queries [tokens, heads, dim]: of long prompts with expanded keys and values, of the sequences before them in
         latent space. `weight` is the up-projection."""
-        view, plan = self._views[layer_idx][0], self._expanded
-        assert plan
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
-        self._write(view, new_k, new_v)
-        nope = query.shape[-1] - value.shape[-1]
-        out = query.new_empty((*query.shape[:2], weight.shape[1] - nope))
-        plan.attend(query, view.fields["latent"], self.batch.tables[view.group][view.run], weight, scale, out)
-        if plan.first:
-            absorbed = absorb(query[: plan.first_query], weight, value.shape[-1])
-            found = self._read(
-                layer_idx, scale, None, None, weight.shape[2], absorbed, new_k, new_v, sequences=plan.first
-            )
-            out[: plan.first_query] = torch.einsum("thr,hdr->thd", found, weight[:, nope:])
-        return out
+        self._write(self._views[layer_idx][0], new_k, new_v)
+        return self._read_latents(layer_idx, scale, weight, query, new_k, new_v)
 
     def _read(
         self,
