@@ -50,6 +50,7 @@ class BlockPages:
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
         self.pool = pool
         self.width = len(classes)
+        self._class_of_column = tuple(classes)
         self.classes = tuple(dict.fromkeys(classes))
         self._columns = {c: np.flatnonzero(np.array(classes) == c) for c in self.classes}
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
@@ -169,5 +170,5 @@ class BlockPages:
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
         """Return, for each row of `rows`, whether its page in `column` is in use."""
-        c = next(c for c in self.classes if column in self._columns[c])
-        return self.pool.classes[c].in_use[rows[:, column]] > 0
+        in_use = self.pool.classes[self._class_of_column[column]].in_use
+        return in_use.take(rows[:, column]) > 0
