@@ -115,7 +115,8 @@ class PagePool:
         """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages
         fit. Assumes that all cached pages can be evicted and all slabs compacted. O(classes).
         """
-        return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
+        missing = self.fewest_slabs(needs, more) - (self.slabs - 1)
+        return missing if missing > 0 else 0
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
         """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
