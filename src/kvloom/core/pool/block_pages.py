@@ -83,8 +83,8 @@ class BlockPages:
         """Allocate the pages of `n` blocks, and return their ids with one row per block. The caller has checked
         that enough pages are free. The pool prefers pages in the slabs of `near`, the page ids of one block, so
         that the pages of a sequence stay together."""
-        if self._single_class is not None and near is None:
-            ids = self.pool.allocate(self._single_class, n * self.width)
+        if self._single_class is not None:
+            ids = self.pool.allocate(self._single_class, n * self.width, 0 if near is None else near.item(0))
             assert ids is not None
             return ids.reshape(n, self.width)
         rows = np.empty((n, self.width), np.int32)
@@ -130,6 +130,15 @@ class BlockPages:
         for c, owners in self.owners.items():
             ids = rows[:, self._columns[c]].ravel()
             owners[ids[ids > 0]] = owner
+
+    def own_each(self, rows: Ids, owners: Sequence[PageOwner]) -> None:
+        """Record `owners[i]` as the owner of all cached pages in `rows[i]`."""
+        each = np.empty(len(rows), object)
+        each[:] = owners
+        for c, recorded in self.owners.items():
+            ids = rows[:, self._columns[c]]
+            row, column = ids.nonzero()
+            recorded[ids[row, column]] = each[row]
 
     def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
         """Record `owner` as the owner of one cached page of size class `cls`."""

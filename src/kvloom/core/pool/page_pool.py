@@ -70,8 +70,9 @@ class SizeClass:
         """Return the free pages of a slab."""
         start = slab * self.per_slab
         stop = start + self.per_slab
-        idle = (self.in_use[start:stop] == 0) & (self.cached[start:stop] == 0)
-        return (np.flatnonzero(idle) + start).astype(np.int32)
+        counts = self.in_use[start:stop] | self.cached[start:stop]
+        free: Ids = ((counts == 0).nonzero()[0] + start).astype(np.int32)
+        return free
 
     def file(self, slab: int, free: int, before: int) -> None:
         """Move a slab between the lists of partly used slabs. There is one list for each number of free pages.
@@ -169,11 +170,11 @@ class PagePool:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-            c.in_use[ids.astype(np.intp)] = 1
         c.in_use_pages += n
         return ids
 
     def _allocate_within(self, c: SizeClass, n: int, near: int) -> Ids:
+        """Return `n` free pages of slabs with several pages, each with one reference."""
         parts: list[Ids] = []
         slab = near // c.per_slab
         if near and 0 < c.used[slab] < c.per_slab:
@@ -195,6 +196,8 @@ class PagePool:
                     p for p in reversed(c.partial) if p
                 )
                 n -= self._take(c, next(iter(found)), n, parts)
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def _take_whole(self, c: SizeClass, whole: int, parts: list[Ids]) -> int:
@@ -202,8 +205,9 @@ class PagePool:
         slabs = self._free[self.free_slabs : self.free_slabs + whole][::-1]
         c.slabs_in_use += whole
         c.used[slabs] = c.per_slab
+        c.in_use.reshape(-1, c.per_slab)[slabs] = 1
         pages = np.arange(c.per_slab, dtype=np.int32)
-        parts.append(np.add.outer(slabs * c.per_slab, pages).ravel().astype(np.int32))
+        parts.append(np.add.outer(slabs * c.per_slab, pages).ravel())
         return whole * c.per_slab
 
     def _take_slab(self, c: SizeClass) -> int:
@@ -215,7 +219,6 @@ class PagePool:
     def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
         free = c.free_in(slab)
         taken = free[:n]
-        # The caller counts these pages as in use. Until then `free_in` must not return them again.
         c.in_use[taken] = 1
         c.file(slab, len(free) - len(taken), len(free))
         c.used[slab] += len(taken)
