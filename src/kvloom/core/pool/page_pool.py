@@ -83,6 +83,19 @@ class SizeClass:
             self.partial[free][slab] = None
 
 
+def _count_each(values: Ids) -> tuple[Ids, Index]:
+    """Return the distinct values in ascending order, and how often each of them occurs. There must be at least one
+    value. Slabs of freed pages are nearly in order, for which a stable sort is faster than `np.unique`."""
+    values = np.sort(values, kind="stable")
+    is_last = np.ones(values.size, np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_last[:-1])
+    last = is_last.nonzero()[0]
+    counts = last.copy()
+    counts[0] += 1
+    counts[1:] -= last[:-1]
+    return values[last], counts
+
+
 class PagePool:
     """A pool of `slabs` slabs, which can grow to `reserved`, with pages of several sizes. All calls take int32
     arrays of page ids. Id 0 is skipped. If a call raises, it has changed nothing. Every call costs O(1) per page.
@@ -268,7 +281,7 @@ class PagePool:
         if c.per_slab == 1:
             self._return_slabs(c, ids)
             return
-        slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
+        slabs, counts = _count_each(ids // c.per_slab)
         used = c.used[slabs]
         left = used - counts
         c.used[slabs] = left
