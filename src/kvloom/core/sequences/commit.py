@@ -217,7 +217,8 @@ def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
         return
     old = table.first[window, rows]
     pages = table.tables[columns, rows, old]
-    if len(state.accounts.accounts) > 1 or np.unique(pages[0]).size < rows.size or not pages.all():
+    is_shared = len(set(pages[0].tolist())) < rows.size
+    if len(state.accounts.accounts) > 1 or is_shared or not pages.all():
         for row in rows.tolist():
             _leave_windows(state, sequence_at(state, row))
         return
