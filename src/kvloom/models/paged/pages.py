@@ -45,7 +45,7 @@ from kvloom.models.specs import DRAFT_PREFIX, ModelError
 from .batch import Batch
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
-from .latents import ExpandedPlan, absorb, into_latent_space, out_of_latent_space
+from .latents import Absorbed, ExpandedPlan, absorb, into_latent_space, out_of_latent_space
 from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
@@ -328,26 +328,28 @@ class Pages(EmptyCache):
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over the latents of a layer. Writes to `out` if it is given. Of a plan for
-        expanded sequences, only the sequences before them are computed in latent space."""
+        """Return attention of packed queries over the latents of a layer. Writes to `out` if it is given. Sequences that
+        the plan of the step does not expand are computed in latent space."""
         view = self._views[layer_idx][0]
         latents, rank = view.fields["latent"], weight.shape[2]
         rotated = latents.shape[-1] - rank
         plain = query.shape[-1] - rotated
         if out is None:
             out = query.new_empty((*query.shape[:2], weight.shape[1] - plain))
-        sequences, stop = None, len(query)
+        some: Absorbed | None = None
         if self.expands_latents(layer_idx, query, weight):
             plan = self._expanded
             assert plan
             plan.attend(query, latents, self.batch.tables[view.group][view.run], weight, scale, out)
-            sequences, stop = plan.first, plan.first_query
-        if stop:
-            absorbed = absorb(query[:stop], weight, rotated)
-            found = self._read(
-                layer_idx, scale, None, None, rank, absorbed, new_k, new_v, sequences=sequences
-            )
-            out_of_latent_space(found, weight[:, plain:], out[:stop])
+            some = plan.absorbed
+            if some is None:
+                return out
+        absorbed = absorb(query if some is None else query[some.queries], weight, rotated)
+        found = self._read(layer_idx, scale, None, None, rank, absorbed, new_k, new_v, some=some)
+        if some is None or isinstance(some.queries, slice):
+            out_of_latent_space(found, weight[:, plain:], out if some is None else out[some.queries])
+        else:
+            out[some.queries] = out_of_latent_space(found, weight[:, plain:])
         return out
 
     def expands_latents(self, layer_idx: int, query: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -393,19 +395,21 @@ class Pages(EmptyCache):
         new_k: torch.Tensor,
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
-        sequences: int | None = None,
+        some: Absorbed | None = None,
     ) -> torch.Tensor:
         """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. `query` has the
-        queries of the first `sequences` sequences, or of all."""
+        queries of `some` sequences, or of all."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
         tables = (batch if cold is None else cold).tables[view.group][view.run]
+        if some is not None:
+            tables = tables[some.rows]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
-        plan = self._plan(shape, span, sequences)
+        plan = self._plan(shape, span, some)
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
@@ -476,8 +480,8 @@ class Pages(EmptyCache):
             self._shared_runs[key] = SharedRuns(key[0], device=self.device)
         return self._shared_runs[key]
 
-    def _plan(self, shape: Shape, span: Visibility, sequences: int | None = None) -> Plan:
-        """Return the plan of the step, or of its first `sequences` sequences."""
+    def _plan(self, shape: Shape, span: Visibility, some: Absorbed | None = None) -> Plan:
+        """Return the plan of the step, or of `some` of its sequences."""
         batch = self.batch
         # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
         decodes = batch.replayed or (
@@ -495,8 +499,10 @@ class Pages(EmptyCache):
             else:
                 has_cold_rows = batch.cold is not None and not span.windowed
                 sizes = batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes
-                bounds = batch.bounds if sequences is None else batch.bounds[: sequences + 1]
-                plan.make(bounds, sizes[:sequences])
+                if some is None:
+                    plan.make(batch.bounds, sizes)
+                else:
+                    plan.make(some.bounds, some.lengths)
             self._made.add(key[:2])
         return plan
 
