@@ -27,7 +27,7 @@ LINE = [
     "replay adapters plan",
     "bench",
     "cli",
-    "completion config_command __main__",
+    "completion config_command doctor __main__",
 ]
 """Imports point to the left; folders in one entry do not import each other."""
 RANK = {room: rank for rank, rooms in enumerate(LINE) for room in rooms.split()}

@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tiers": ("kvloom.tiers.tiers_command", "Show, verify and purge the pages of tiers."),
     "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
     "config": ("kvloom.config_command", "Show the configuration of a command, and where each value is from."),
+    "doctor": ("kvloom.doctor.command", "Check packages, GPU, kernels and limits, and name what to repair."),
     "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),
     "completion": ("kvloom.completion", "Print a script that completes commands and options in a shell."),
 }
@@ -44,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. The code is 0, 2 for invalid input (reported in one line), or 130
-    after Ctrl-C."""
+    after Ctrl-C. `kvloom doctor` returns 1 if a command would not work."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
