@@ -51,10 +51,36 @@ def test_the_wheel_is_one_for_all_versions(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(r"kvloom-[\d.]+-cp311-abi3-\w+\.whl", wheel.name)
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "kvloom/models/embedded/llama/model.safetensors" in names
-    assert "kvloom/serve/dashboard/page/index.html" in names
-    assert {"kvloom/py.typed", "kvloom/core/_native.pyi"} <= set(names)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {str(Path("kvloom") / file) for file in data_files()} <= names
+    for folder in ("core", "kernels", "tiers"):
+        assert [name for name in names if re.fullmatch(rf"kvloom/{folder}/_\w+\.abi3\.so", name)], folder
+
+
+def data_files() -> list[Path]:
+    """Files of the package that are neither sources nor built, except the embedded model for checkouts alone."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "src/kvloom"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    ).stdout.split()
+    inside = [Path(name).relative_to("src/kvloom") for name in tracked]
+    return [file for file in inside if file.suffix not in (".py", ".c", ".h") and "hybrid" not in file.parts]
+
+
+def test_every_data_file_is_in_the_package() -> None:
+    package = ROOT / "src" / "kvloom"
+    if not (ROOT / ".git").exists():
+        pytest.skip("the list of files comes from git, and this is no checkout")
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["kvloom"]
+    packed = {file.relative_to(package) for pattern in patterns for file in package.glob(pattern)}
+    found = set(data_files())
+    wanted = (
+        "models/embedded/draft/config.json",
+        "serve/grafana.json",
+        "serve/dashboard/page/index.html",
+        "py.typed",
+    )
+    assert {Path(name) for name in wanted} <= found
+    assert found - packed == set(), "add a pattern to [tool.setuptools.package-data]"
 
 
 def test_the_parser_of_completion_has_every_command() -> None:
