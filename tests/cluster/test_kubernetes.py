@@ -266,7 +266,19 @@ def test_the_dockerfile_installs_this_repository() -> None:
     lines = [
         line.split(maxsplit=1) for line in text.splitlines() if line.strip() and not line.startswith("#")
     ]
-    known = {"FROM", "ARG", "RUN", "ENV", "WORKDIR", "COPY", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+    known = {
+        "FROM",
+        "ARG",
+        "RUN",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "ENTRYPOINT",
+        "CMD",
+    }
     assert {word for word, _ in lines} <= known
     for word, rest in lines:
         if word == "COPY" and not rest.startswith("--from"):
