@@ -51,3 +51,44 @@ def test_commands_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
     parser = Parser()
     import_module(COMMANDS[name][0]).arguments(parser)
     parser.parse_args(words)
+
+
+def migrations() -> list[tuple[str, str, str]]:
+    """The rows of docs/migrating.md: the command of the table, the options of the other system, those of kvloom."""
+    found, command = [], ""
+    for line in (DOCS / "migrating.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if len(cells) != 3:
+            continue
+        if header := re.fullmatch(r"kvloom (\w+)", cells[1]):
+            command = header[1]
+        elif set(cells[0]) != {"-"}:
+            found.append((command, cells[0], cells[1]))
+    return found
+
+
+@pytest.mark.parametrize("command", ["serve", "route"])
+def test_options_of_other_systems_become_options_that_exist(command: str) -> None:
+    parser = Parser()
+    import_module(COMMANDS[command][0]).arguments(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    rows = [(theirs, ours) for name, theirs, ours in migrations() if name == command]
+    assert len(rows) > 3
+    for theirs, ours in rows:
+        flags = re.findall(r"`(--[a-z-]+)", ours)
+        assert flags or ours in ("-", "first argument"), theirs
+        assert set(flags) <= known, theirs
+
+
+def test_options_in_the_sentences_of_the_migration_page_exist() -> None:
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8")
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    remarks = " ".join(line.strip("|").split("|")[-1] for line in text.splitlines() if line.startswith("| "))
+    known: set[str] = set()
+    for command in ("serve", "route", "config", "plan"):
+        parser = Parser()
+        import_module(COMMANDS[command][0]).arguments(parser)
+        known |= {flag for action in parser._actions for flag in action.option_strings}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose + remarks)) <= known
+    for word in re.findall(r"`kvloom (\w+)", text):
+        assert word in COMMANDS
