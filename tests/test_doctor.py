@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,15 @@ def test_every_extra_for_users_has_packages() -> None:
     found = packages()
     assert {one.extra for one in found} == set(EXTRAS)
     assert {one.name: one.supported for one in found}["torch"] == ">=2.11,<2.14"
+
+
+def test_a_checkout_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> set[tuple[str, str, str]]:
+        return {(one.name, one.extra, one.supported) for one in packages()}
+
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    installed = found()
+    monkeypatch.setattr("kvloom.doctor.packages.requires", missing)
+    assert found() == installed
