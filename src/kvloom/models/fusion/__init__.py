@@ -8,8 +8,10 @@ with its module. If the results differ, the module is not changed.
 | cpu_decoder_layer | the forward of decoder layers on a CPU                          |
 | rotary_cache      | rotary embeddings, by a table of cos and sin                    |
 | moe               | experts and routers                                             |
+| product           | products of linear layers, joined or alone, with a term         |
 """
 
 from .modules import fuse
+from .product import Product, Term, product_of
 
-__all__ = ["fuse"]
+__all__ = ["Product", "Term", "fuse", "product_of"]

@@ -19,7 +19,7 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import calls_registry, prepare, refusal_reason
+from .family_exceptions import calls_registry, keeps_latents, prepare, refusal_reason
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .pages import GraphSplitter, Pages
@@ -50,6 +50,7 @@ __all__ = [
     "fingerprint",
     "hidden_states_field",
     "install",
+    "keeps_latents",
     "load_scales",
     "prepare",
     "read_scales",
