@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .interface import COLUMNS, AdapterRows, LowRankWeights
+from .stacked_weights import COLUMNS, AdapterRows, LowRankWeights
 
 __all__ = ["add_low_rank"]
 
