@@ -116,6 +116,13 @@ REFUSED = {
         "keys and values of cross attention",
         "{layer} reads images, whose pages requests with other adapters share: target other layers",
     ),
+    "lora, uncalled layer": Refused(
+        "engine",
+        "LoRA adapters",
+        "layers whose weights the modeling code reads directly, such as dt_proj of Mamba",
+        "{layer} is never called as a layer: the modeling code reads its weight, so an adapter would have no effect: "
+        "target other layers",
+    ),
     "lora, no linear layers": Refused(
         "engine",
         "LoRA adapters",

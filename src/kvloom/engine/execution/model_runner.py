@@ -328,6 +328,12 @@ class ModelRunner:
         self._cache.take_copies()
         return done
 
+    def find_adapter_layers(self) -> None:
+        """Run a step of one token on temporary pages, and refuse adapters for layers that the step did not call."""
+        assert self._lora is not None
+        self._run_steps([[1]], 1)
+        self._lora.refuse_uncalled()
+
     def try_replay(self) -> None:
         """Run the largest decode step once on padding, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:

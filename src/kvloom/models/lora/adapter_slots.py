@@ -35,8 +35,11 @@ class _LowRankTerm:
 
     def __init__(self, slots: AdapterSlots, weights: LowRankWeights) -> None:
         self._slots, self.weights = slots, weights
+        self.is_called = False
+        """Whether the product was computed since the engine started."""
 
     def add(self, x: torch.Tensor, out: torch.Tensor, part: int | None = None) -> None:
+        self.is_called = True
         rows = self._slots.rows
         if rows is not None:
             add_low_rank(out, x, self.weights, rows, part, self._slots.invariant)
@@ -75,7 +78,7 @@ class AdapterSlots:
             self._layers = kept
         if not self._layers:
             raise AdapterError(refused("lora, no linear layers", model=type(model).__name__))
-        self._places: dict[str, tuple[LowRankWeights, int]] = {}
+        self._places: dict[str, tuple[_LowRankTerm, int]] = {}
 
     @property
     def bytes(self) -> int:
@@ -84,7 +87,7 @@ class AdapterSlots:
 
     @property
     def _weights(self) -> list[LowRankWeights]:
-        return list({id(weights): weights for weights, _ in self._places.values()}.values())
+        return list({id(term): term.weights for term, _ in self._places.values()}.values())
 
     def attach(self) -> None:
         """Allocate the slots, and add a term to the product of every layer that adapters may target. Later calls have
@@ -98,10 +101,18 @@ class AdapterSlots:
                 continue
             weight = product.weight
             weights = LowRankWeights(self.count, self.rank, weight.shape[1], product.sizes, weight)
-            product.term = _LowRankTerm(self, weights)
+            product.term = term = _LowRankTerm(self, weights)
             for part, one in enumerate(product.layers):
                 if id(one) in names:
-                    self._places[names[id(one)]] = weights, part
+                    self._places[names[id(one)]] = term, part
+
+    def refuse_uncalled(self) -> None:
+        """Refuse adapters for the layers that the last step did not call, because modeling code reads their weights
+        directly. Call this method after the first step."""
+        for name, (term, _) in self._places.items():
+            if not term.is_called:
+                del self._layers[name]
+                self._refused[name] = refused("lora, uncalled layer", layer=name)
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raise AdapterError if an adapter does not fit the model or the slots."""
@@ -118,8 +129,8 @@ class AdapterSlots:
         for weights in self._weights:
             weights.clear(slot)
         for name, pair in self._pairs(adapter).items():
-            weights, part = self._places[name]
-            weights.load(slot, part, pair.a, pair.b)
+            term, part = self._places[name]
+            term.weights.load(slot, part, pair.a, pair.b)
 
     def _pairs(self, adapter: LoraAdapter) -> dict[str, LowRankPair]:
         """Return the weights of an adapter by the name of the layer in this model. Raises AdapterError if a layer is
