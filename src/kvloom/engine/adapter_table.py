@@ -96,13 +96,16 @@ class AdapterTable:
             self.slots.check(one.adapter)
 
     def load(self, name: str, path: str, replace: bool = False) -> LoadedAdapter:
-        """Read an adapter and return it. New requests may then use its name. A second call with the same version has
+        """Read an adapter and add it. Takes time in proportion to its bytes. See `add`."""
+        return self.add(name, read_adapter(path), replace)
+
+    def add(self, name: str, adapter: LoraAdapter, replace: bool = False) -> LoadedAdapter:
+        """Add an adapter and return it. New requests may then use its name. A second call with the same version has
         no effect. With `replace`, another version under the same name replaces it for new requests.
 
-        Raises AdapterError if the adapter cannot be read or does not fit, or if the name is taken."""
+        Raises AdapterError if the adapter does not fit, or if the name is taken."""
         if not name:
             raise AdapterError("an adapter needs a name: give one")
-        adapter = read_adapter(path)
         self.slots.check(adapter)
         known = self.names.get(name)
         if known is not None and known.digest == adapter.digest:

@@ -24,6 +24,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Media, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
+from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
 from kvloom.models.vision import Vision
 
@@ -405,6 +406,14 @@ class Engine:
                 f"adapter {name!r} needs an engine with slots for adapters: configure max_loras (--max-loras)"
             )
         return self.adapters.load(name, path, replace)
+
+    def add_lora(self, name: str, adapter: LoraAdapter, replace: bool = False) -> LoadedAdapter:
+        """Add a LoRA adapter whose files were already read. See `load_lora`."""
+        if self.adapters is None:
+            raise ValueError(
+                f"adapter {name!r} needs an engine with slots for adapters: configure max_loras (--max-loras)"
+            )
+        return self.adapters.add(name, adapter, replace)
 
     def unload_lora(self, name: str) -> None:
         """Forget a LoRA adapter. Requests that were added before still finish with it. Raises ValueError for an unknown
