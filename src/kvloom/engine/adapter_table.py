@@ -14,13 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Media
+from kvloom.core import Media, activation_mark
 from kvloom.models.lora import AdapterError, AdapterSlots, LoraAdapter, read_adapter
 
 __all__ = ["AdapterTable", "LoadedAdapter"]
@@ -49,20 +48,9 @@ class LoadedAdapter:
         return bool(self.adapter.invocation_tokens)
 
     def activation(self, prompt: npt.NDArray[np.integer]) -> Media | None:
-        """Return a mark of the position from which an activated LoRA applies: the start of the last occurrence of its
-        invocation tokens. Return None if the prompt does not contain them.
-
-        The mark replaces the token in block hashes. Blocks before it therefore have the hashes of the base model."""
-        tokens = np.array(self.adapter.invocation_tokens)
-        if len(tokens) > len(prompt):
-            return None
-        windows = np.lib.stride_tricks.sliding_window_view(prompt, len(tokens))
-        found = np.flatnonzero((windows == tokens).all(1))
-        if not len(found):
-            return None
-        content = f"{self.digest} {tokens[0]}".encode()
-        start = int(found[-1])
-        return Media(start, start + 1, blake2b(content, digest_size=16, person=b"kvloom.alora").digest())
+        """Return a mark of the token from which an activated LoRA applies, or None if the prompt does not contain its
+        invocation tokens. See `activation_mark`."""
+        return activation_mark(prompt, self.adapter.invocation_tokens, self.digest)
 
 
 class AdapterTable:
