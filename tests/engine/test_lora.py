@@ -502,3 +502,32 @@ def test_a_new_version_of_an_activated_adapter_hits_only_base_blocks(tmp_path: P
         assert request.output == own.wanted(name, prompt)
         assert request.cached_tokens == cached
     finished(engine)
+
+
+def test_events_name_the_adapter(tmp_path: Path) -> None:
+    zmq = pytest.importorskip("zmq")
+    from kvloom.events_wire import BlockStored, EventDecoder
+
+    own = Adapters(tmp_path, "llama", count=1)
+    engine = own.engine(kv_events=f"ipc://{tmp_path}/events")
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(f"ipc://{tmp_path}/events")
+        found: dict[str | None, int] = {}
+        tries = 0
+        while found.keys() != {"a0", None}:  # a subscription needs some time
+            tries += 1
+            assert tries < 100
+            for name in (None, "a0"):
+                engine.add(drawn(tries, 40)[0], params(1), lora=name)
+            engine.run()
+            while socket.poll(100):
+                for event in EventDecoder().decode(socket.recv_multipart()[-1]).events:
+                    if isinstance(event, BlockStored):
+                        found[event.lora_name] = found.get(event.lora_name, 0) + len(event.block_hashes)
+        assert found["a0"] >= 2
+    finally:
+        context.destroy(linger=0)
+        finished(engine)

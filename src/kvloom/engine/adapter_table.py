@@ -119,6 +119,10 @@ class AdapterTable:
             raise AdapterError(f"there is no adapter {name!r}: loaded are {known}")
         return found
 
+    def name_of(self, digest: str) -> str:
+        """Return the name of the adapter with a digest, or the digest if no loaded adapter has it."""
+        return next((name for name, one in list(self.names.items()) if one.digest == digest), digest)
+
     def may_start(self, adapter: LoadedAdapter, in_use: Collection[str]) -> bool:
         """Return whether an adapter has a slot or can get one. `in_use` are the digests of the adapters of running
         requests, which keep their slots."""

@@ -219,7 +219,9 @@ class Engine:
         """Publish the block events of the pool and of the tiers."""
         from kvloom.events_wire import TierBlocks, WirePublisher
 
-        events = WirePublisher(self.cache, settings)
+        table = self.adapters
+        named = {} if table is None else {"adapter_name": table.name_of}
+        events = WirePublisher(self.cache, settings, **named)
         states = {group.index for group in self.layout.of("state")}
         for tier in self.offload.watch_tiers() if self.offload is not None else ():
             fingerprints = {
