@@ -266,7 +266,7 @@ class BatchBuilder:
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
         self._adapted = adapted
-        slots = tokens if adapted and self._mirrored else 0
+        slots = max(tokens, rows, DRAFT_STEP_TOKENS) if adapted and self._mirrored else 0
         self._slots = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self._host_slots = [torch.zeros(slots, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
