@@ -531,3 +531,25 @@ def test_events_name_the_adapter(tmp_path: Path) -> None:
     finally:
         context.destroy(linger=0)
         finished(engine)
+
+
+def test_engines_on_one_model_have_their_own_adapters(tmp_path: Path) -> None:
+    own = Adapters(tmp_path, "llama")
+    model = copy.deepcopy(own.plain)
+    engines = [
+        make_engine(model, POOL, lora={"name": own.paths["a0"]}),
+        make_engine(model, POOL),
+        make_engine(model, POOL, lora={"name": own.paths["a1"]}),
+    ]
+    [prompt] = drawn("engines", 30)
+    requests = [
+        engine.add(prompt, params(), lora=name)
+        for engine, name in zip(engines, ("name", None, "name"), strict=True)
+    ]
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            if engine.busy:
+                engine.step()
+    assert [one.output for one in requests] == [own.wanted(name, prompt) for name in ("a0", None, "a1")]
+    for engine in engines:
+        finished(engine)

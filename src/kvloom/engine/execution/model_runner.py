@@ -435,8 +435,6 @@ class ModelRunner:
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
     ) -> torch.Tensor:
         self.pages.begin(batch, cutter)
-        if self._lora is not None:
-            self._lora.rows = batch.adapters
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:
             extra = {
@@ -451,7 +449,8 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.watch_step(batch), self.numerics:
+        adapters = nullcontext() if self._lora is None else self._lora.step(batch.adapters)
+        with torch.inference_mode(), self.watch_step(batch), self.numerics, adapters:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,

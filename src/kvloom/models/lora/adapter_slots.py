@@ -10,7 +10,8 @@ adapters computes no terms. This module does not decide which adapter has a slot
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from kvloom.combinations import refused
 from kvloom.kernels.lora import MIN_RANK, AdapterRows, LowRankWeights, add_low_rank
-from kvloom.models.fusion import product_of
+from kvloom.models.fusion import Product, product_of
 from kvloom.models.paged import keeps_latents
 
 from .adapter_files import AdapterError, LoraAdapter, LowRankPair
@@ -26,6 +27,8 @@ from .adapter_files import AdapterError, LoraAdapter, LowRankPair
 __all__ = ["AdapterSlots"]
 
 MAX_RANK = 512
+OWNER = "_kvloom_adapter_slots"
+"""Name of the attribute of a model that contains the slots whose terms its products have."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..+)$")
 """The part of a layer's name that does not depend on the models around the decoder."""
 
@@ -79,6 +82,7 @@ class AdapterSlots:
         if not self._layers:
             raise AdapterError(refused("lora, no linear layers", model=type(model).__name__))
         self._places: dict[str, tuple[_LowRankTerm, int]] = {}
+        self._terms: list[tuple[Product, _LowRankTerm]] = []
 
     @property
     def bytes(self) -> int:
@@ -87,24 +91,36 @@ class AdapterSlots:
 
     @property
     def _weights(self) -> list[LowRankWeights]:
-        return list({id(term): term.weights for term, _ in self._places.values()}.values())
+        return [term.weights for _, term in self._terms]
 
     def attach(self) -> None:
-        """Allocate the slots, and add a term to the product of every layer that adapters may target. Later calls have
-        no effect. Layers that one product computes share their term."""
-        if self._places:
+        """Allocate the slots: a term for the product of every layer that adapters may target. Later calls have no
+        effect. Layers that one product computes share their term."""
+        if self._terms:
             return
         names = {id(layer): name for name, layer in self._layers.items()}
-        for layer in self._layers.values():
-            product = product_of(layer)
-            if product.term is not None:
-                continue
+        for product in {id(one): one for one in map(product_of, self._layers.values())}.values():
             weight = product.weight
             weights = LowRankWeights(self.count, self.rank, weight.shape[1], product.sizes, weight)
-            product.term = term = _LowRankTerm(self, weights)
+            term = _LowRankTerm(self, weights)
+            self._terms.append((product, term))
             for part, one in enumerate(product.layers):
                 if id(one) in names:
                     self._places[names[id(one)]] = term, part
+
+    @contextmanager
+    def step(self, rows: AdapterRows | None) -> Iterator[None]:
+        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. Other engines on
+        the same model have their own slots."""
+        if vars(self._model).get(OWNER) is not self:
+            for product, term in self._terms:
+                product.term = term
+            vars(self._model)[OWNER] = self
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
 
     def refuse_uncalled(self) -> None:
         """Refuse adapters for the layers that the last step did not call, because modeling code reads their weights
