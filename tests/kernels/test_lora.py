@@ -74,7 +74,7 @@ def test_grouped_products_add_the_term_of_each_token(
     of = random_slots(tokens, slots) if tokens > 1 else torch.tensor([slots])
     before = randn(tokens, sum(outputs), seed=2, dtype=dtype)
     wanted = one_by_one(x, weights, of) + before.double().cpu()
-    rows = AdapterRows.on_device(of.to(DEVICE, torch.int32))
+    rows = AdapterRows.sorted_by_slot(of.to(DEVICE, torch.int32))
     for invariant in (False, True):
         out = before.clone()
         triton_lora.add_low_rank(out, x, weights, rows, invariant=invariant)
@@ -93,7 +93,7 @@ def test_torch_adds_the_term_of_each_token(
     if DEVICE == "cpu":
         add_low_rank(out, x[None], weights, AdapterRows.on_host(of.numpy()))
     else:
-        add_low_rank(out, x[None], weights, AdapterRows.on_device(of.to(DEVICE, torch.int32)))
+        add_low_rank(out, x[None], weights, AdapterRows.sorted_by_slot(of.to(DEVICE, torch.int32)))
     assert far(out[0], wanted) < 1e-6
 
 
@@ -102,7 +102,7 @@ def test_one_part_of_a_joined_product() -> None:
     for part, columns in enumerate(weights.columns):
         wanted = one_by_one(x, weights, of, columns)
         out = torch.zeros(30, wanted.shape[1], device=DEVICE)
-        rows = AdapterRows.on_device(of.to(DEVICE, torch.int32))
+        rows = AdapterRows.sorted_by_slot(of.to(DEVICE, torch.int32))
         triton_lora.add_low_rank(out, x, weights, rows, part)
         assert far(out, wanted) < 1e-6
         if DEVICE == "cpu":
@@ -117,7 +117,7 @@ def test_the_result_of_a_token_does_not_depend_on_other_tokens() -> None:
 
     def result(chosen: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(chosen), 96, device=DEVICE)
-        rows = AdapterRows.on_device(of[chosen].to(DEVICE, torch.int32))
+        rows = AdapterRows.sorted_by_slot(of[chosen].to(DEVICE, torch.int32))
         triton_lora.add_low_rank(out, x[chosen.to(DEVICE)].contiguous(), weights, rows, invariant=True)
         return out[list(chosen).index(7)]
 
@@ -131,7 +131,7 @@ def test_a_cleared_slot_adds_nothing() -> None:
     assert not weights.a[1].any()
     assert not weights.b[1].any()
     out = torch.zeros(3, 32, device=DEVICE)
-    rows = AdapterRows.on_device(torch.tensor([2, 2, 2], dtype=torch.int32, device=DEVICE))
+    rows = AdapterRows.sorted_by_slot(torch.tensor([2, 2, 2], dtype=torch.int32, device=DEVICE))
     triton_lora.add_low_rank(out, randn(3, 32), weights, rows)
     assert not out.any()
 

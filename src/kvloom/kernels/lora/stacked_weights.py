@@ -47,8 +47,14 @@ class AdapterRows:
         return cls(len(slots), tuple(groups))
 
     @classmethod
-    def on_device(cls, slots: torch.Tensor) -> AdapterRows:
-        """Return the rows of a step on a GPU. `slots` has the slot of each token. Does not wait for the device."""
+    def of(cls, slots: torch.Tensor) -> AdapterRows:
+        """Return the rows of a step on the device of `slots`, which has the slot of each token. Does not wait for a
+        GPU."""
+        return cls.sorted_by_slot(slots) if slots.is_cuda else cls.on_host(slots.numpy())
+
+    @classmethod
+    def sorted_by_slot(cls, slots: torch.Tensor) -> AdapterRows:
+        """Return the rows of a step for the kernels of a GPU."""
         found, order = torch.sort(slots, stable=True)
         return cls(len(slots), (), order, found)
 

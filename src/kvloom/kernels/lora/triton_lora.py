@@ -123,7 +123,7 @@ def add_low_rank(
     With `invariant`, every step uses the same tiles."""
     order, slots, blocks = rows.order, rows.slots, weights.blocks
     if order is None or slots is None or blocks is None:
-        raise ValueError("the rows of the step are on the host: make them with AdapterRows.on_device")
+        raise ValueError("the rows of the step are on the host: make them with AdapterRows.sorted_by_slot")
     if x.stride(-1) != 1:
         x = x.contiguous()
     count, (width, inputs), rank = len(x), weights.a.shape[1:], weights.rank

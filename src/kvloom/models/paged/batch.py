@@ -289,7 +289,7 @@ class BatchBuilder:
             bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
             batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
             if numbers.adapters is not None:
-                batch = replace(batch, adapters=AdapterRows.on_device(self._slots[:tokens]))
+                batch = replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
             if numbers.drafts:
                 replays = bool((numbers.source == REPLAYED).any())
                 batch = replace(batch, drafts=numbers.drafts, replays=replays)
@@ -440,7 +440,7 @@ class BatchBuilder:
             replayed=True,
             shares=shares,
             rotary=found.positions + found.shifts[0] if self._shifted else None,
-            adapters=AdapterRows.on_device(self._slots[:rows]) if adapted else None,
+            adapters=AdapterRows.of(self._slots[:rows]) if adapted else None,
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
@@ -455,7 +455,7 @@ class BatchBuilder:
         """Return the batch of a graph, with the adapters that the last upload names."""
         if not self._adapted:
             return batch
-        return replace(batch, adapters=AdapterRows.on_device(self._slots[:tokens]))
+        return replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
         """Return the batch with which a graph for `tokens` tokens with drafts is captured. A sequence has at most
