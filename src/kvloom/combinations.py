@@ -116,6 +116,13 @@ REFUSED = {
         "keys and values of cross attention",
         "{layer} reads images, whose pages requests with other adapters share: target other layers",
     ),
+    "lora, vision": Refused(
+        "engine",
+        "LoRA adapters",
+        "the image part of a vision model",
+        "{layer} is not part of the text model, and requests with other adapters share the embeddings of images: target "
+        "layers of the text model",
+    ),
     "lora, uncalled layer": Refused(
         "engine",
         "LoRA adapters",

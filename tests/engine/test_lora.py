@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -553,3 +554,92 @@ def test_engines_on_one_model_have_their_own_adapters(tmp_path: Path) -> None:
     assert [one.output for one in requests] == [own.wanted(name, prompt) for name in ("a0", None, "a1")]
     for engine in engines:
         finished(engine)
+
+
+def test_a_prefill_worker_hands_over_pages_of_an_adapter(tmp_path: Path) -> None:
+    """Both workers have the same version, under different names."""
+    own = Adapters(tmp_path, "llama")
+    [prompt] = drawn("hand-over", 110)
+    first = own.engine(tiers=["host:16MiB?share=0&checked=1"], offload=PATIENT, token_budget=32)
+    assert first.peer_address is not None
+    address = "{}:{}".format(*first.peer_address)
+    renamed = {"other": own.paths["a1"], "wrong": own.paths["a0"]}
+    second = own.engine(lora=renamed, tiers=[f"peer://{address}?timeout=2"], offload=PATIENT)
+    given = first.add(prompt, params(1), offers_pages=True, lora="a1")
+    first.run()
+    got = second.add(prompt, params(), awaits_peer=address, lora="other")
+    limit = time.monotonic() + 60
+    while got.finish_reason is None:
+        assert time.monotonic() < limit
+        second.step()
+        first.step()
+    assert got.output == own.wanted("a1", prompt)
+    assert got.output[:1] == given.output
+    assert got.cached_tokens == 96
+    other = second.add(prompt, params(), lora="wrong")
+    second.run()
+    assert other.output == own.wanted("a0", prompt)
+    assert other.cached_tokens == 0
+    finished(second)
+    finished(first)
+
+
+@pytest.mark.slow
+def test_a_request_longer_than_the_pool_uses_its_adapter(tmp_path: Path) -> None:
+    own = Adapters(tmp_path, "llama", count=2)
+    own.plain.config.max_position_embeddings = 1024
+    sizes = own.engine()
+    pool = 6 * sizes.layout.slab_bytes
+    sizes.close()
+    engine = own.engine(pool_bytes=pool, tiers=["host:8MiB"], max_context=400)
+    prompts = drawn("long", 300, 20)
+    requests = [engine.add(p, params(), lora=name) for p, name in zip(prompts, ("a0", "a1"), strict=True)]
+    engine.run()
+    assert requests[0].is_long
+    assert engine.offload is not None
+    assert engine.offload.stats.cold_pages > 0
+    own.check(requests)
+    engine.offload.flush()
+    finished(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_prompts_with_images_use_their_adapter(family: str, tmp_path: Path) -> None:
+    from tests.models import image_prompts as pictures
+
+    plain = pictures.vision_model(family)
+    decoder = next(name for name, module in plain.named_modules() if module is plain.get_decoder())
+    layers = ("q_proj", "v_proj", "down_proj")
+    path = write_adapter(tmp_path / "a", plain, layers, below=f"{decoder}.")
+    both = write_adapter(tmp_path / "both", plain, ("q_proj", "qkv"))
+    with pytest.raises(AdapterError, match="is not part of the text model"):
+        make_engine(copy.deepcopy(plain), 8 << 20, lora={"both": str(both)})
+    image = pictures.image_of(family, 1)
+    prompt = pictures.prompt_of(family, pictures.words(1, 9), image, pictures.words(2, 7))
+    models = {None: plain, "a": merged(plain, path)}
+    wanted = {name: pictures.expected(family, model, prompt, [image], 6) for name, model in models.items()}
+    engine = make_engine(copy.deepcopy(plain), 8 << 20, lora={"a": str(path)})
+    for _ in range(2):
+        requests = [engine.add(prompt, params(6), images=[image], lora=name) for name in (None, "a")]
+        engine.run()
+        for request, name in zip(requests, (None, "a"), strict=True):
+            assert request.tokens == wanted[name]
+    assert all(request.cached_tokens for request in requests)
+    assert wanted[None] != wanted["a"]
+    finished(engine)
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_pin_keeps_the_pages_of_an_adapter(activated: bool, tmp_path: Path) -> None:
+    own = Activated(tmp_path, "llama") if activated else Adapters(tmp_path, "llama")
+    llm = LLM(copy.deepcopy(own.plain), pool_bytes=POOL, lora=own.paths)
+    [head, tail] = drawn("pin", 40, 30)
+    prompt = [*head, *INVOCATION, *tail]
+    llm.generate(prompt, params(1), lora="a0")
+    pins = [llm.pin(prompt, 60.0, lora=name) for name in ("a0", "a1", None)]
+    shared = len(head) if activated else 0
+    assert [pin.length for pin in pins] == [len(prompt), shared, shared]
+    for pin in pins:
+        llm.unpin(pin)
+    llm.close()

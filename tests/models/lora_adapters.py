@@ -14,12 +14,12 @@ from torch import nn
 __all__ = ["adapter_layers", "greedy", "merged", "write_adapter"]
 
 
-def adapter_layers(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The linear layers of a model whose last name is one of `targets`, by full name."""
+def adapter_layers(model: Any, targets: tuple[str, ...], below: str = "") -> dict[str, nn.Linear]:
+    """The linear layers of a model whose last name is one of `targets`, by full name, which begins with `below`."""
     return {
         name: layer
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and name.rpartition(".")[2] in targets
+        if type(layer) is nn.Linear and name.rpartition(".")[2] in targets and name.startswith(below)
     }
 
 
@@ -31,12 +31,13 @@ def write_adapter(
     rank: int = 4,
     alpha: float = 8.0,
     size: float = 0.2,
+    below: str = "",
     **config: Any,
 ) -> Path:
     """Write an adapter with random weights, and return its folder."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, layer in adapter_layers(model, targets).items():
+    for name, layer in adapter_layers(model, targets, below).items():
         a = torch.randn(rank, layer.in_features, generator=draw)
         b = torch.randn(layer.out_features, rank, generator=draw)
         tensors[f"base_model.model.{name}.lora_A.weight"] = size * a

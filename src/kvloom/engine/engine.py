@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, CopyBatch, Media, Objective
+from kvloom.core import CacheControl, CopyBatch, Media, Objective, Pin
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
 from kvloom.models.lora import LoraAdapter
@@ -335,9 +335,7 @@ class Engine:
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = self._with_known_lossy(control or CacheControl())
         adapter, activation = self._adapter_of(lora, ids)
-        if adapter is not None and activation is None:
-            salts = (control.adapter, adapter.digest)
-            control = replace(control, adapter=" ".join(filter(None, salts)))
+        control = _with_adapter(control, adapter, activation)
         image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -399,6 +397,20 @@ class Engine:
             return adapter, None
         activation = adapter.activation(prompt)
         return (None, None) if activation is None else (adapter, activation)
+
+    def pin(
+        self,
+        prompt: Iterable[int],
+        seconds: float,
+        control: CacheControl | None = None,
+        lora: str | None = None,
+    ) -> Pin:
+        """Keep the cached prefix of a prompt in the pool for `seconds`. `lora` is the name of its LoRA adapter. See
+        `KVCache.pin`."""
+        _, ids = token_ids(prompt)
+        adapter, activation = self._adapter_of(lora, ids)
+        control = _with_adapter(control or CacheControl(), adapter, activation)
+        return self.cache.pin(ids, seconds, control, () if activation is None else (activation,))
 
     def load_lora(self, name: str, path: str, replace: bool = False) -> LoadedAdapter:
         """Load a LoRA adapter, or replace it by another version. Requests that were added before keep their version.
@@ -865,3 +877,13 @@ class Engine:
             raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(refused("text, tokenizer"))
+
+
+def _with_adapter(
+    control: CacheControl, adapter: LoadedAdapter | None, activation: Media | None
+) -> CacheControl:
+    """Return `control` with the digest of an adapter, which salts block hashes. An activated LoRA has the root hash of
+    the base model."""
+    if adapter is None or activation is not None:
+        return control
+    return replace(control, adapter=" ".join(filter(None, (control.adapter, adapter.digest))))

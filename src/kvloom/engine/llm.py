@@ -236,12 +236,18 @@ class LLM:
             )
         return np.stack([one for one in found if one is not None])
 
-    def pin(self, prompt: str | Sequence[int], seconds: float, control: CacheControl | None = None) -> Pin:
+    def pin(
+        self,
+        prompt: str | Sequence[int],
+        seconds: float,
+        control: CacheControl | None = None,
+        lora: str | None = None,
+    ) -> Pin:
         """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is the
         length of this prefix in tokens. Nothing is computed, so run the prompt with `generate` first. Pinned pages
-        count as in use, so a large pin leaves fewer pages for requests.
+        count as in use, so a large pin leaves fewer pages for requests. `lora` is the LoRA adapter of the prompt.
         """
-        return self.engine.cache.pin(self._ids(prompt), seconds, control)
+        return self.engine.pin(self._ids(prompt), seconds, control, lora)
 
     def load_lora(self, name: str, path: str, replace: bool = False) -> None:
         """Load a LoRA adapter from a folder, for later prompts. With `replace`, another version under the same name is

@@ -31,6 +31,8 @@ OWNER = "_kvloom_adapter_slots"
 """Name of the attribute of a model that contains the slots whose terms its products have."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..+)$")
 """The part of a layer's name that does not depend on the models around the decoder."""
+_VISION = re.compile(r"vision|visual|image|projector")
+"""Names of modules that process images."""
 
 
 class _LowRankTerm:
@@ -154,6 +156,8 @@ class AdapterSlots:
         found = {}
         for given, pair in adapter.pairs.items():
             name = self._name_of(given, adapter)
+            if name in found:
+                raise AdapterError(f"adapter {adapter.path}: two of its layers have the name {name}")
             layer, shapes = self._layers[name], (pair.a.shape[1], pair.b.shape[0])
             if shapes != (layer.in_features, layer.out_features):
                 raise AdapterError(
@@ -165,6 +169,8 @@ class AdapterSlots:
 
     def _name_of(self, given: str, adapter: LoraAdapter) -> str:
         short = _short(given)
+        if _VISION.search(given):
+            raise AdapterError(f"adapter {adapter.path}: " + refused("lora, vision", layer=given))
         if short in self._layers:
             return short
         last = given.rpartition(".")[2]

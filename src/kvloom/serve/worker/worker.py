@@ -476,7 +476,7 @@ class Worker:
         self._finished_tokens += _output_tokens(one.request)
         self._stats_changed = True
         if one.message.pin is not None and one.request.finish_reason in ("stop", "length", "grammar"):
-            self._pins.add(one.message, one.request.control)
+            self._pins.add(one.message, one.request.control, one.request.activation)
         if one.message.ends_session and one.message.session is not None:
             self._end_session(one.message.tenant, one.message.session)
         quota = self._quotas.get(one.message.tenant)
