@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,16 +123,18 @@ class AdapterTable:
         """Return the name of the adapter with a digest, or the digest if no loaded adapter has it."""
         return next((name for name, one in list(self.names.items()) if one.digest == digest), digest)
 
-    def may_start(self, adapter: LoadedAdapter, in_use: Collection[str]) -> bool:
-        """Return whether an adapter has a slot or can get one. `in_use` are the digests of the adapters of running
-        requests, which keep their slots."""
-        if adapter.digest in self._resident or len(self._resident) < self.slots.count:
-            return True
+    def has_slot(self, adapter: LoadedAdapter) -> bool:
+        """Return whether an adapter has a slot, or a slot is free."""
+        return adapter.digest in self._resident or len(self._resident) < self.slots.count
+
+    def may_evict(self, in_use: Collection[str]) -> bool:
+        """Return whether an adapter may lose its slot. `in_use` are the digests of the adapters of running requests,
+        which keep their slots."""
         return any(digest not in in_use for digest in self._resident)
 
-    def make_resident(self, adapter: LoadedAdapter, in_use: Collection[str]) -> int:
+    def make_resident(self, adapter: LoadedAdapter, in_use: Callable[[], Collection[str]]) -> int:
         """Give an adapter a slot, and return the slot. If all slots are taken, the adapter that was used longest ago
-        and is not `in_use` loses its slot. `may_start` must be true."""
+        and is not `in_use` loses its slot. `has_slot` or `may_evict` must be true."""
         slot = self._resident.get(adapter.digest)
         if slot is None:
             slot = self._free_slot(in_use)
@@ -141,8 +143,9 @@ class AdapterTable:
         self._resident.move_to_end(adapter.digest)
         return slot
 
-    def _free_slot(self, in_use: Collection[str]) -> int:
+    def _free_slot(self, in_use: Callable[[], Collection[str]]) -> int:
         if len(self._resident) < self.slots.count:
             return min(set(range(1, self.slots.count + 1)) - set(self._resident.values()))
-        oldest = next(digest for digest in self._resident if digest not in in_use)
+        used = in_use()
+        oldest = next(digest for digest in self._resident if digest not in used)
         return self._resident.pop(oldest)

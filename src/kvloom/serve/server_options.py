@@ -103,10 +103,15 @@ class ServerOptions:
                 raise ValueError(
                     f"--lora {', '.join(sorted(taken))} is the name of a model already: give another one"
                 )
+        adapters = [one for model in self.models for one in _adapter_names(model.start)]
+        if twice := {name for name in adapters if adapters.count(name) > 1}:
+            raise ValueError(
+                f"--lora: two adapters have the same name {', '.join(sorted(twice))}: rename one"
+            )
         for alias, name in self.aliases.items():
             if alias in names:
                 raise ValueError(f"--alias {alias} is the name of a model already: give another one")
-            if name not in [*names, *(one for model in self.models for one in _adapter_names(model.start))]:
+            if name not in [*names, *adapters]:
                 raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
             raise ValueError(refused("public host, no keys", host=self.host))

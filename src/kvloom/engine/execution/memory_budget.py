@@ -119,7 +119,7 @@ def _trial(
     longest: int,
     invariant: bool,
     vision: Vision | None,
-    lora: AdapterSlots | None,
+    lora: AdapterSlots | None = None,
 ) -> tuple[int, int]:
     """Run the largest step on a temporary pool. Return the peak memory of the step and the size of its logits, in
     bytes.

@@ -50,6 +50,9 @@ MAX_PROMPT_LOGPROBS = 256
 MAX_DEFERRED = 32
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
 costs a match."""
+MAX_WITHOUT_SLOT = 256
+"""Largest number of requests that a step passes over because they lack a slot for their adapter, or because of other
+deferred requests."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
 MAX_PREEMPTED = 16
@@ -273,7 +276,11 @@ class Scheduler:
                 if waiting is None:
                     break
                 deferred.append(waiting)
-                if waiting.mask_pending or self._lacks_slot(waiting):
+                if waiting.mask_pending:
+                    continue
+                if self._lacks_slot(waiting):
+                    if len(deferred) > MAX_WITHOUT_SLOT:
+                        break
                     continue
                 looked_up = self.cache.clock.now()
                 match = self._match(waiting)
@@ -327,10 +334,9 @@ class Scheduler:
                 self._queue.put_back(request)
         return budget
 
-    @property
     def _adapters_in_use(self) -> Counter[str]:
-        """The number of running requests of each adapter, by digest. Finished requests that the next step settles count,
-        too."""
+        """Return the number of running requests of each adapter, by digest. Finished requests that the next step settles
+        count, too. O(running)."""
         used = chain(self.running, (request for request, _ in chain(self._settling, self._unsettled)))
         return Counter(request.adapter.digest for request in used if request.adapter is not None)
 
@@ -342,11 +348,14 @@ class Scheduler:
             return False
         if request.adapter.digest == self._drained:
             return True
-        in_use = self._adapters_in_use
-        if self.adapters.may_start(request.adapter, in_use):
+        if self.adapters.has_slot(request.adapter):
             return False
-        if self._drained is None:
-            self._drained = min(in_use, key=lambda digest: in_use[digest])
+        if self._drained is not None:
+            return True  # a request before it lacks a slot, too
+        in_use = self._adapters_in_use()
+        if self.adapters.may_evict(in_use):
+            return False
+        self._drained = min(in_use, key=lambda digest: in_use[digest])
         return True
 
     def _awaits_another(

@@ -74,9 +74,9 @@ def _shrink_kernel(
 @triton.jit(do_not_specialize=["count", "shift"])
 def _expand_kernel(
     out, b, low, order, slots, blocks, count, width, shift, out_stride, b_slot, b_row,
-    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile, block of columns)."""
+    """Grid: (tile, block of columns). R of the RANK dimensions are summed at a time."""
     tile, block = tl.program_id(0), tl.program_id(1)
     place = tile * M + tl.arange(0, M)
     there = place < count
@@ -87,24 +87,26 @@ def _expand_kernel(
         token = tl.load(order + place, mask=there, other=0)
         column = tl.load(blocks + block * 3) + tl.arange(0, N)
         inside = column < tl.load(blocks + block * 3 + 1)
-        r = tl.arange(0, R)
-        at = tl.load(blocks + block * 3 + 2) * R + r
+        start_of_part = tl.load(blocks + block * 3 + 2) * RANK
         adapted = there & (mine > 0)
-        own = tl.zeros((M, R), tl.float32)
-        for split in range(SPLITS):
-            of = low + (split * count + place[:, None]).to(tl.int64) * width + at[None, :]
-            own += tl.load(of, mask=adapted[:, None], other=0.0)
-        own = own.to(b.dtype.element_ty)
         total = tl.zeros((M, N), tl.float32)
         for slot in range(first, last + 1):
             chosen = mine == slot
             if tl.max(chosen.to(tl.int32), 0) > 0:
                 start = b + tl.cast(slot - 1, tl.int64) * b_slot
-                weight = tl.load(
-                    start + column[:, None].to(tl.int64) * b_row + r[None, :], mask=inside[:, None], other=0.0
-                )
-                part = tl.where(chosen[:, None], own, tl.zeros_like(own))
-                total += tl.dot(part, tl.trans(weight), input_precision="ieee")
+                for first_dim in range(0, RANK, R):
+                    r = first_dim + tl.arange(0, R)
+                    own = tl.zeros((M, R), tl.float32)
+                    for split in range(SPLITS):
+                        of = low + (split * count + place[:, None]).to(tl.int64) * width
+                        own += tl.load(of + (start_of_part + r)[None, :], mask=chosen[:, None], other=0.0)
+                    weight = tl.load(
+                        start + column[:, None].to(tl.int64) * b_row + r[None, :],
+                        mask=inside[:, None],
+                        other=0.0,
+                    )
+                    part = own.to(b.dtype.element_ty)
+                    total += tl.dot(part, tl.trans(weight), input_precision="ieee")
         to = out + token[:, None].to(tl.int64) * out_stride + (column - shift)[None, :]
         where = adapted[:, None] & inside[None, :]
         before = tl.load(to, mask=where, other=0.0).to(tl.float32)
@@ -144,5 +146,5 @@ def add_low_rank(
     )  # fmt: skip
     _expand_kernel[tiles, len(blocks)](
         out, weights.b, low, order, slots, blocks, count, width, shift, out.stride(0), weights.b.stride(0),
-        weights.b.stride(1), M=tile, N=COLUMNS, R=rank, SPLITS=splits,
+        weights.b.stride(1), M=tile, N=COLUMNS, RANK=rank, R=rows_of_a, SPLITS=splits,
     )  # fmt: skip
