@@ -238,9 +238,10 @@ def _class(config: Any) -> tuple[Any, Any]:
     made_as = config.architectures or []
     if made_as and cls.__name__ not in made_as and not any(name.endswith(_LANGUAGE) for name in made_as):
         raise ModelError(f"the checkpoint is a {', '.join(made_as)}, not a causal language model")
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and made_as and cls.__name__ not in made_as:
         raise ModelError(
-            f"{cls.__name__} is half of an encoder and a decoder: use a decoder-only language model"
+            f"the checkpoint is an encoder and a decoder ({', '.join(made_as)}), and only decoders run: "
+            f"save its decoder as {cls.__name__}"
         )
     text_alone = cls.config_class == config.sub_configs.get("text_config")
     return cls, config.get_text_config() if text_alone else config

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from kvloom.core import LayerSpec
-from kvloom.models.paged import IGNORED, EmptyCache, attend, calls_registry
+from kvloom.models.paged import (
+    IGNORED,
+    EmptyCache,
+    RecordedCache,
+    attend,
+    forward_arguments,
+    new_cache,
+    separation_reason,
+    state_tensors,
+)
 from kvloom.models.specs import ModelError
 
 __all__ = ["examine"]
@@ -29,6 +38,9 @@ KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 
 class RecordingCache(EmptyCache):
     """The cache argument of a probed model. It behaves like an empty cache, and records calls by layer."""
+
+    last_written: ClassVar[RecordingCache | None] = None
+    """The cache of the last update. Modules that do not pass their keywords on to attention find it here."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
@@ -46,6 +58,7 @@ class RecordingCache(EmptyCache):
         if layer_idx in self.written:
             self.faults.append(f"layer {layer_idx} writes to its cache twice in one step")
         self.written[layer_idx] = [key.shape, value.shape]
+        RecordingCache.last_written = self
         return key, value
 
     def update_conv_state(
@@ -85,12 +98,65 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
 
     `layers` is a function that returns the specs. `examine` calls this function after the run.
     """
-    cache = _record_run(model)
-    if not cache.attended and not cache.states:
-        raise ModelError(_no_registry_call(model))
-    faults = cache.faults or _differences(cache, layers())
+    if separation_reason(model) is not None:
+        faults = _separate_faults(_run_separately(model), layers())
+    else:
+        cache = _record_run(model)
+        faults = cache.faults or _differences(cache, layers())
     if faults:
         raise ModelError(f"{type(model).__name__} cannot run on pages: {faults[0]}")
+
+
+def _run_separately(model: Any) -> RecordedCache:
+    """Run a model with transformers' own cache, and return the cache. Raises ModelError with the reason if the model
+    cannot run."""
+    cache = new_cache(model.config)
+    model.config._experts_implementation = "batched_mm"
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    argument = (
+        "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    )
+    try:
+        with torch.inference_mode():
+            model(**forward_arguments(model, ids, 0), **{argument: cache.cache})
+    except Exception as error:
+        raise ModelError(f"{type(model).__name__} cannot run on pages: {_explain(error)}") from error
+    return cache
+
+
+def _separate_faults(cache: RecordedCache, layers: Mapping[str, LayerSpec]) -> list[str]:
+    """Return the differences between a cache that a model has filled and the specs of its layers."""
+    tokens, states = _by_unit(layers)
+    found: dict[int, dict[str, torch.Size]] = {}
+    for index, layer in enumerate(cache.cache.layers):
+        kept = {name: held[number] for name, held, number in state_tensors(layer)}
+        shapes = {name: state.shape[1:] for name, state in kept.items() if state is not None}
+        if shapes:
+            found[index] = shapes
+    if not cache.written and not found:
+        return ["it stores nothing in its cache, so there is nothing to keep in pages"]
+    faults = [
+        *_layer_mismatches("keys and values", set(cache.written), set(tokens)),
+        *_layer_mismatches("a state", set(found), set(states)),
+    ]
+    for index, calls in cache.written.items():
+        if len(calls) > 1:
+            faults.append(f"layer {index} writes to its cache twice in one step")
+        elif index in tokens:
+            spec, (key, value) = tokens[index], calls[0]
+            faults += _size_faults(index, spec, key.shape, value.shape)
+            kept_tokens = getattr(cache.cache.layers[index], "sliding_window", None)
+            if spec.visibility.windowed and spec.visibility.size != kept_tokens:
+                faults.append(
+                    f"layer {index} keeps {kept_tokens or 'all'} tokens, its config has {spec.visibility.size}"
+                )
+            index_dims = {field.name: field.shape for field in spec.fields}.get("index")
+            written = [keys.shape[-1:] for keys in cache.index.get(index, [])]
+            if written != ([] if index_dims is None else [torch.Size(index_dims)]):
+                faults.append(
+                    f"layer {index} writes indexer keys of sizes {written}, its config has {index_dims}"
+                )
+    return faults + _state_faults(found, states)
 
 
 def _record_run(model: Any) -> RecordingCache:
@@ -114,15 +180,10 @@ def _record_run(model: Any) -> RecordingCache:
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from error
     except Exception as error:
-        calls = cache.states or calls_registry(model)
-        raise ModelError(
-            f"{name} cannot run on pages: {_explain(error)}" if calls else _no_registry_call(model)
-        ) from error
+        raise ModelError(f"{name} cannot run on pages: {_explain(error)}") from error
+    if not cache.attended and not cache.states:
+        raise ModelError(f"{name} never calls the attention registry, so it cannot run on pages")
     return cache
-
-
-def _no_registry_call(model: Any) -> str:
-    return f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
 
 
 def _record_attention(
@@ -134,11 +195,9 @@ def _record_attention(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of a probed model. Input is [1, heads, tokens, dim], output [1, tokens, heads, dim]."""
-    cache = keywords.pop("pages", None)
+    cache = keywords.pop("pages", None) or RecordingCache.last_written
     if cache is None:
-        raise ModelError(
-            f"{type(module).__name__} does not receive the keywords that the model was called with"
-        )
+        raise ModelError(f"{type(module).__name__} calls attention before it writes to its cache")
     unknown = {word for word, given in keywords.items() if given is not None} - KNOWN_KEYWORDS
     if unknown:
         raise ModelError(
@@ -163,12 +222,7 @@ def _explain(error: Exception) -> str:
 
 def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list[str]:
     """Return the differences between the recorded calls and the specs."""
-    specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
-    for name, spec in layers.items():
-        if spec.axis == "media":
-            continue  # text skips these layers
-        specs[spec.unit][int(name.split(".")[1])] = spec
-    tokens, states = specs["token"], specs["state"]
+    tokens, states = _by_unit(layers)
     faults = [
         *_layer_mismatches("keys and values", set(cache.written), set(tokens)),
         *_layer_mismatches("a state", set(cache.states), set(states)),
@@ -181,9 +235,25 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
             ):  # the layers of such a model pass no window, because their masks would contain it
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
-    for index, found in cache.states.items():
-        if index in states:
-            kept = {field.name: torch.Size(field.shape) for field in states[index].fields}
+    return faults + _state_faults(cache.states, states)
+
+
+def _by_unit(layers: Mapping[str, LayerSpec]) -> tuple[dict[int, LayerSpec], dict[int, LayerSpec]]:
+    """Return the specs of tokens and of states, by layer. Layers of images are left out, because text skips them."""
+    specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
+    for name, spec in layers.items():
+        if spec.axis != "media":
+            specs[spec.unit][int(name.split(".")[1])] = spec
+    return specs["token"], specs["state"]
+
+
+def _state_faults(
+    states: Mapping[int, Mapping[str, torch.Size]], specs: Mapping[int, LayerSpec]
+) -> list[str]:
+    faults = []
+    for index, found in states.items():
+        if index in specs:
+            kept = {field.name: torch.Size(field.shape) for field in specs[index].fields}
             if kept != found:
                 faults.append(
                     f"layer {index} keeps a state of {_shapes(found)}, its config has {_shapes(kept)}"
@@ -201,6 +271,18 @@ def _layer_mismatches(what: str, found: set[int], wanted: set[int]) -> list[str]
 def _token_faults(
     index: int, spec: LayerSpec, key: torch.Size, value: torch.Size, windows: list[int | None]
 ) -> list[str]:
+    faults = _size_faults(index, spec, key, value)
+    if faults:
+        return faults
+    if len(windows) != 1:
+        calls = f"{len(windows)} times" if windows else "never"
+        return [f"layer {index} calls the attention registry {calls}"]
+    if windows[0] != _window(spec):
+        return [f"layer {index} attends with a window of {windows[0]}, its config has {_window(spec)}"]
+    return []
+
+
+def _size_faults(index: int, spec: LayerSpec, key: torch.Size, value: torch.Size) -> list[str]:
     fields = {field.name: field.shape for field in spec.fields}
     if "latent" in fields:
         wanted, found = [1, *fields["latent"]], [key[1], key[3] + value[3]]
@@ -208,11 +290,6 @@ def _token_faults(
         wanted, found = [*fields["k"], *fields["v"]], [key[1], key[3], value[1], value[3]]
     if wanted != found:
         return [f"layer {index} writes heads and sizes {found} for each token, its config has {wanted}"]
-    if len(windows) != 1:
-        calls = f"{len(windows)} times" if windows else "never"
-        return [f"layer {index} calls the attention registry {calls}"]
-    if windows[0] != _window(spec):
-        return [f"layer {index} attends with a window of {windows[0]}, its config has {_window(spec)}"]
     return []
 
 

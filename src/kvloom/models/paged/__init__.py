@@ -5,6 +5,7 @@
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
 | attention         | the attention function of every layer; `install` prepares a model for it       |
+| own_cache         | models that need transformers' own cache: one sequence after the other         |
 | latents           | MLA attention of long prompts, with expanded keys and values                   |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
@@ -19,9 +20,10 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import calls_registry, prepare, refusal_reason
+from .family_exceptions import prepare, refusal_reason, separation_reason
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
+from .own_cache import RecordedCache, forward_arguments, new_cache, runs_separately, state_tensors
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 from .token_mover import TokenMover
@@ -40,20 +42,25 @@ __all__ = [
     "ImageGroup",
     "ImageInputs",
     "Pages",
+    "RecordedCache",
     "Scales",
     "TokenMover",
     "VisibleImages",
     "Work",
     "attend",
-    "calls_registry",
     "checkpoint_of",
     "fingerprint",
+    "forward_arguments",
     "hidden_states_field",
     "install",
     "load_scales",
+    "new_cache",
     "prepare",
     "read_scales",
     "refusal_reason",
+    "runs_separately",
     "scale_sizes",
+    "separation_reason",
+    "state_tensors",
     "write_scales",
 ]

@@ -21,14 +21,15 @@ from kvloom.models.specs import ModelError
 from .cross_attention import wrap_cross_attention
 from .family_exceptions import (
     absorb_latent,
-    calls_registry,
     keep_latents,
     keeps_latents,
     prepare,
+    separation_reason,
     up_projection,
 )
 from .mixers import is_mixer, wrap_mixer
-from .pages import PAGES_BY_HANDLE, Pages
+from .own_cache import run_separately
+from .pages import LAST_WRITTEN, PAGES_BY_HANDLE, Pages
 
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
 
@@ -100,6 +101,8 @@ def attend(
         raise ModelError(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
+    if pages is None:  # the module does not pass its keywords on
+        pages = getattr(LAST_WRITTEN, "pages", None)
     if pages is None:
         raise ModelError("attention was called without pages: run the model through kvloom")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -131,14 +134,14 @@ def install(model: Any, context: int | None = None) -> None:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if separation_reason(model) is not None:
+        run_separately(model)
+        prepare(model, context)
+        return
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     recurrent = [module for module in model.modules() if is_mixer(module)]
     for module in recurrent:
         wrap_mixer(module)
-    if not recurrent and not calls_registry(model):
-        raise ModelError(
-            f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
-        )
     for module in model.modules():
         wrap_cross_attention(module)
         if keeps_latents(module):

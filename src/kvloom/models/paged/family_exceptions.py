@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from kvloom.models.specs import ModelError
 
 from .latents import absorb
+from .mixers import is_mixer
 
 __all__ = [
     "absorb_latent",
@@ -31,6 +33,7 @@ __all__ = [
     "keeps_latents",
     "prepare",
     "refusal_reason",
+    "separation_reason",
     "up_projection",
 ]
 
@@ -41,6 +44,9 @@ REFUSED = {
     "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
     "deepseek_v4": INDEXER,
 }
+
+SEPARATE: dict[str, str] = {}
+"""Model types that call the attention registry, but cannot run on packed tokens, and the reason."""
 
 
 def refusal_reason(config: Any) -> str | None:
@@ -57,6 +63,20 @@ def calls_registry(model: Any) -> bool:
         for cls in {type(module) for module in model.modules()}
         if cls.__module__.startswith("transformers.models.")
     )
+
+
+def separation_reason(model: Any) -> str | None:
+    """Return the reason why the sequences of a step cannot be packed for a model, or None. Such a model runs with
+    transformers' own cache (`own_cache`)."""
+    reason = SEPARATE.get(model.config.get_text_config().model_type)
+    if reason is not None:
+        return reason
+    arguments = inspect.signature(model.forward).parameters
+    if not ("cache_params" in arguments or "position_ids" in arguments):
+        return "it counts the positions of tokens itself"
+    if not calls_registry(model) and not any(is_mixer(module) for module in model.modules()):
+        return "its attention is written inside its modules"
+    return None
 
 
 def prepare(model: Any, context: int | None = None) -> None:

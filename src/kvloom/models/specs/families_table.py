@@ -233,7 +233,16 @@ TEXT_TYPES = {
 }
 """Model type of the text model inside each multimodal model."""
 
-_PLAIN = Family(uniform_window, {})
+_OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "num_attention_heads": (
+        *("n_head", "n_heads", "num_heads", "attention_heads"),
+        *("decoder_attention_heads", "num_decoder_attention_heads"),
+    ),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "max_target_positions"),
+}
+"""Names of plain attention's fields in older configs."""
 _NOT_PLAIN = (
     "kv_lora_rank",
     "ssm",
@@ -252,8 +261,16 @@ def plain_attention_family(text: Mapping[str, Any]) -> Family:
     """Return the family of a model type that is not listed. Raises ModelError if the config has fields that plain
     attention does not have."""
     model_type = text["model_type"]
+    names = {
+        own: name
+        for name, others in _OTHER_NAMES.items()
+        for own in others
+        if text.get(own) and (not text.get(name) or "decoder" in own)
+    }
     missing = [
-        key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)
+        key
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        if key not in names.values() and not text.get(key)
     ]
     odd = sorted(key for key in text if any(mark in key for mark in _NOT_PLAIN) and text[key])
     if missing or odd:
@@ -262,4 +279,4 @@ def plain_attention_family(text: Mapping[str, Any]) -> Family:
             f"model type {model_type!r} is not known and cannot be read as plain attention: {why}. "
             f"Known types: {', '.join(sorted([*FAMILIES, *TEXT_TYPES]))}"
         )
-    return _PLAIN
+    return Family(uniform_window, {}, names=names)
