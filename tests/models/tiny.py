@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 WINDOW = 8
+OMIT: Any = ...
+"""A field that a family does not have."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -68,10 +70,11 @@ SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 3 + 
 BERT = {**NO_GROUPS, "is_decoder": True, "type_vocab_size": 2}
 BART = {
     **NO_GROUPS,
-    "num_hidden_layers": None,
-    "num_attention_heads": None,
+    "num_hidden_layers": OMIT,
+    "num_attention_heads": OMIT,
+    "hidden_size": OMIT,
     "d_model": 32,
-    "encoder_layers": 1,
+    "encoder_layers": 5,
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 24,
     "decoder_layers": 3,
@@ -81,7 +84,7 @@ BART = {
     "forced_eos_token_id": None,
     "decoder_start_token_id": 1,
 }
-LATENT_INDEX = {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+LATENT_INDEX = {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -336,15 +339,15 @@ TINY: dict[str, dict[str, Any]] = {
     "prophetnet": {
         "model_type": "prophetnet",
         **NO_GROUPS,
-        "num_encoder_layers": 1,
+        "num_encoder_layers": 5,
         "num_encoder_attention_heads": 2,
         "encoder_ffn_dim": 24,
         "num_decoder_layers": 3,
         "num_decoder_attention_heads": 4,
         "decoder_ffn_dim": 48,
         "decoder_start_token_id": 1,
-        "num_hidden_layers": None,
-        "num_attention_heads": None,
+        "num_hidden_layers": OMIT,
+        "num_attention_heads": OMIT,
     },
     # Families whose sequences run one after the other.
     "bloom": {"model_type": "bloom", **NO_GROUPS, "n_layer": 4, "n_head": 4},
@@ -360,7 +363,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "ctrl": {"model_type": "ctrl", **GPT2, "dff": 48},
     "diffllama": {"model_type": "diffllama", "head_dim": 8},
-    "doge": {"model_type": "doge", "keep_window_size": 8},
+    "doge": {"model_type": "doge", "keep_window_size": 128},
     "falcon": {"model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon with one head": {"model_type": "falcon", "num_kv_heads": None, "multi_query": True},
     "falcon with alibi": {
@@ -395,7 +398,7 @@ TINY: dict[str, dict[str, Any]] = {
     "jetmoe": {
         "model_type": "jetmoe",
         "num_key_value_heads": 2,
-        "num_attention_heads": None,
+        "num_attention_heads": OMIT,
         "kv_channels": 8,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -404,7 +407,7 @@ TINY: dict[str, dict[str, Any]] = {
         "model_type": "longcat_flash",
         **MLA,
         "num_layers": 2,
-        "num_hidden_layers": None,
+        "num_hidden_layers": OMIT,
         "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 16,
         "moe_topk": 2,
@@ -412,7 +415,7 @@ TINY: dict[str, dict[str, Any]] = {
         "qk_head_dim": 24,
         "head_dim": 8,
     },
-    "moshi": {"model_type": "moshi", "head_dim": 8, "sliding_window": WINDOW, "ffn_dim": 48},
+    "moshi": {"model_type": "moshi", "head_dim": 8, "sliding_window": 128, "ffn_dim": 48},
     "mpt": {
         "model_type": "mpt",
         **NO_GROUPS,
@@ -432,7 +435,7 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_heads": 4,
     },
     "xlm": {"model_type": "xlm", **NO_GROUPS, "emb_dim": 32, "n_layers": 4, "n_heads": 4, "causal": True},
-    "xlnet": {"model_type": "xlnet", **NO_GROUPS, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48},
+    "xlnet": {"model_type": "xlnet", **NO_GROUPS, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48, "max_position_embeddings": OMIT},
     # Layers of other kinds.
     "axk2": {"model_type": "axk2", **LATENT_INDEX, "gated_norm_rank": 4},
     "deepseek_v32": {"model_type": "deepseek_v32", **LATENT_INDEX, "first_k_dense_replace": 1},
@@ -443,7 +446,9 @@ TINY: dict[str, dict[str, Any]] = {
         "model_type": "gemma3n_text",
         "head_dim": 8,
         **SLIDING,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
         "laurel_rank": 4,
@@ -455,16 +460,26 @@ TINY: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
     },
+    "gemma4_text with shared layers": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
     "gemma4_unified_text": {"model_type": "gemma4_unified_text", "head_dim": 8, **SLIDING},
     "bailing_hybrid": {"model_type": "bailing_hybrid", **MLA, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 4},
-    "zamba": {"model_type": "zamba", **NO_GROUPS, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4, "mamba_d_state": 8},
+    "zamba": {"model_type": "zamba", "num_key_value_heads": 4, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4, "mamba_d_state": 8},
     "zamba2": {"model_type": "zamba2", "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 8, "adapter_rank": 4},
     "zaya": {"model_type": "zaya", "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
     "rwkv": {"model_type": "rwkv", "attention_hidden_size": 32},
     "xlstm": {"model_type": "xlstm", "num_heads": 2, "embedding_dim": 32, "num_blocks": 4},
     "recurrent_gemma": {"model_type": "recurrent_gemma", "lru_width": 32, "attention_window_size": 8, "head_dim": 8},
     "reformer": {"model_type": "reformer", "is_decoder": True},
-    "hrm_text": {"model_type": "hrm_text", "head_dim": 8, "num_hidden_layers": None, "num_layers_per_stack": 1},
+    "hrm_text": {"model_type": "hrm_text", "head_dim": 8, "num_hidden_layers": OMIT, "num_layers_per_stack": 1},
     "inkling_text": {"model_type": "inkling_text", "head_dim": 8, **SLIDING},
     "deepseek_v4": {"model_type": "deepseek_v4"},
     "minimax_m3_vl_text": {"model_type": "minimax_m3_vl_text"},

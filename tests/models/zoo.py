@@ -15,7 +15,7 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.paged import Batch, BatchBuilder, Pages, Work, install
 from kvloom.models.specs import model_spec
 
-from .tiny import SIZES, TINY
+from .tiny import OMIT, SIZES, TINY
 
 transformers.logging.set_verbosity_error()
 
@@ -31,7 +31,8 @@ def config_of(family: str, **changes: Any) -> Any:
         "initializer_range": 0.2,
         **changes,
     }
-    return transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    given = {name: value for name, value in options.items() if value is not OMIT}
+    return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
 
 
 def tiny(family: str, **changes: Any) -> Any:

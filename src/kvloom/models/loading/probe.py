@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from kvloom.core import LayerSpec
 from kvloom.models.paged import (
@@ -21,7 +22,9 @@ from kvloom.models.paged import (
     EmptyCache,
     RecordedCache,
     attend,
+    cache_argument,
     forward_arguments,
+    keeps_latents,
     new_cache,
     separation_reason,
     state_tensors,
@@ -31,6 +34,8 @@ from kvloom.models.specs import ModelError
 __all__ = ["examine"]
 
 TOKENS = 5
+LARGE, LAYERS_WITH_VALUES = 10**9, 2
+"""If the code of a model depends on values, and it has more weights than `LARGE`, only its first layers are examined."""
 PROBE_ATTENTION = "kvloom_probe"
 KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 """Keywords of attention calls that `attend` handles or may ignore."""
@@ -46,6 +51,8 @@ class RecordingCache(EmptyCache):
         self.written: dict[int, list[torch.Size]] = {}
         self.attended: dict[int, list[int | None]] = {}
         """The windows passed to attention, by layer. Each call has one window, or None."""
+        self.sources: dict[int, int] = {}
+        """The layer whose keys and values a layer reads, for layers that write none."""
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
@@ -99,29 +106,77 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
     `layers` is a function that returns the specs. `examine` calls this function after the run.
     """
     if separation_reason(model) is not None:
-        faults = _separate_faults(_run_separately(model), layers())
+        found = _run_separately(model)
+        faults = _separate_faults(found, _examined(model, layers()))
     else:
         cache = _record_run(model)
-        faults = cache.faults or _differences(cache, layers())
+        faults = cache.faults or _differences(cache, _examined(model, layers()))
     if faults:
         raise ModelError(f"{type(model).__name__} cannot run on pages: {faults[0]}")
+
+
+def _examined(model: Any, layers: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:
+    """Return the specs of the layers that have run."""
+    last = getattr(model, "examined_layers", None)
+    if last is None:
+        return layers
+    return {name: spec for name, spec in layers.items() if int(name.split(".")[1]) < last}
 
 
 def _run_separately(model: Any) -> RecordedCache:
     """Run a model with transformers' own cache, and return the cache. Raises ModelError with the reason if the model
     cannot run."""
-    cache = new_cache(model.config)
+    name = cache_argument(model)
+    model.config._attn_implementation = "eager"
+
+    def run(ids: torch.Tensor) -> RecordedCache:
+        cache = new_cache(model.config)
+        given = forward_arguments(model, ids, 0)
+        given.pop("attention_mask", None)  # modeling code would read its values
+        model(**given, **{name: cache.cache})
+        return cache
+
+    return _run(model, run)
+
+
+def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
+    """Return `run(tokens)` for a few tokens on the meta device. Code that depends on values runs again on a CPU, with
+    weights of zeros, which need no memory. It then runs only the first layers. Raises ModelError with the reason if the
+    model cannot run."""
+    # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
+    # not have.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
-    argument = (
-        "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-    )
+    name = type(model).__name__
     try:
         with torch.inference_mode():
-            model(**forward_arguments(model, ids, 0), **{argument: cache.cache})
+            try:
+                return run(ids)
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error):
+                    raise
+                _fill_with_zeros(model)
+                return run(ids.new_zeros(ids.shape, device="cpu"))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
     except Exception as error:
-        raise ModelError(f"{type(model).__name__} cannot run on pages: {_explain(error)}") from error
-    return cache
+        raise ModelError(f"{name} cannot run on pages: {_explain(error)}") from error
+
+
+def _fill_with_zeros(model: Any) -> None:
+    """Give a model on the meta device weights of zeros, on a CPU. All elements of a weight are one number. Removes all
+    but the first layers of a large model, to save time."""
+    is_large = sum(weight.numel() for weight in model.parameters()) > LARGE
+    depth = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if is_large and isinstance(module, nn.ModuleList) and len(module) == depth:
+            del module[LAYERS_WITH_VALUES:]
+            model.examined_layers = LAYERS_WITH_VALUES
+        for name, weight in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
 
 
 def _separate_faults(cache: RecordedCache, layers: Mapping[str, LayerSpec]) -> list[str]:
@@ -162,27 +217,24 @@ def _separate_faults(cache: RecordedCache, layers: Mapping[str, LayerSpec]) -> l
 def _record_run(model: Any) -> RecordingCache:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = type(model).__name__
-    cache = RecordingCache()
-    cache.masked = getattr(model, "has_mask_names", False)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, _record_attention)
     model.config._attn_implementation = PROBE_ATTENTION
-    # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
-    # not have.
-    model.config._experts_implementation = "batched_mm"
-    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
-    extra: dict[str, Any] = {"cache_params": cache}
-    if "cache_params" not in inspect.signature(model.forward).parameters:
-        extra = {"past_key_values": cache, "pages": cache, "position_ids": ids}
-    try:
-        with torch.inference_mode():
-            model(input_ids=ids, use_cache=False, logits_to_keep=ids[0, :1], **extra)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from error
-    except Exception as error:
-        raise ModelError(f"{name} cannot run on pages: {_explain(error)}") from error
+    name = cache_argument(model)
+
+    def run(ids: torch.Tensor) -> RecordingCache:
+        cache = RecordingCache()
+        cache.masked = getattr(model, "has_mask_names", False)
+        extra: dict[str, Any] = {name: cache}
+        if name == "past_key_values":
+            extra.update(pages=cache, position_ids=ids)
+        model(input_ids=ids, use_cache=False, logits_to_keep=ids[0, :1], **extra)
+        return cache
+
+    cache: RecordingCache = _run(model, run)
     if not cache.attended and not cache.states:
-        raise ModelError(f"{name} never calls the attention registry, so it cannot run on pages")
+        raise ModelError(
+            f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
+        )
     return cache
 
 
@@ -207,7 +259,15 @@ def _record_attention(
         raise ModelError(f"{type(module).__name__} makes its own attention mask")
     if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal: it attends to later tokens")
-    cache.attended.setdefault(int(module.layer_idx), []).append(keywords.get("sliding_window"))
+    layer = int(module.layer_idx)
+    source = getattr(module, "kv_source", layer)
+    if not keeps_latents(module) and cache.written.get(source) != [key.shape, value.shape]:
+        raise ModelError(
+            f"layer {layer} passes other keys and values to attention than layer {source} writes"
+        )
+    if source != layer:
+        cache.sources[layer] = source
+    cache.attended.setdefault(layer, []).append(keywords.get("sliding_window"))
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
 
 
@@ -235,6 +295,14 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
             ):  # the layers of such a model pass no window, because their masks would contain it
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
+    for index, windows in cache.attended.items():
+        source = cache.sources.get(index, index)
+        if source not in tokens:
+            faults.append(f"layer {index} attends, but keeps no keys and values")
+        elif source != index and windows != [_window(tokens[source])] and not cache.masked:
+            faults.append(
+                f"layer {index} attends with windows {windows}, layer {source} keeps {_window(tokens[source])}"
+            )
     return faults + _state_faults(cache.states, states)
 
 
@@ -288,6 +356,10 @@ def _size_faults(index: int, spec: LayerSpec, key: torch.Size, value: torch.Size
         wanted, found = [1, *fields["latent"]], [key[1], key[3] + value[3]]
     else:
         wanted, found = [*fields["k"], *fields["v"]], [key[1], key[3], value[1], value[3]]
+    if key[2] != TOKENS:
+        return [
+            f"layer {index} writes {key[2]} tokens for {TOKENS} tokens of a text, so its pages would not fit"
+        ]
     if wanted != found:
         return [f"layer {index} writes heads and sizes {found} for each token, its config has {wanted}"]
     return []

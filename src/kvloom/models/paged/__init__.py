@@ -20,10 +20,17 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import prepare, refusal_reason, separation_reason
+from .family_exceptions import keeps_latents, prepare, refusal_reason, separation_reason
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
-from .own_cache import RecordedCache, forward_arguments, new_cache, runs_separately, state_tensors
+from .own_cache import (
+    RecordedCache,
+    cache_argument,
+    forward_arguments,
+    new_cache,
+    runs_separately,
+    state_tensors,
+)
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 from .token_mover import TokenMover
@@ -48,11 +55,13 @@ __all__ = [
     "VisibleImages",
     "Work",
     "attend",
+    "cache_argument",
     "checkpoint_of",
     "fingerprint",
     "forward_arguments",
     "hidden_states_field",
     "install",
+    "keeps_latents",
     "load_scales",
     "new_cache",
     "prepare",

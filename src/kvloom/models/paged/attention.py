@@ -107,7 +107,11 @@ def attend(
         raise ModelError("attention was called without pages: run the model through kvloom")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, packed = int(module.layer_idx), query[0].transpose(0, 1)  # type: ignore[arg-type]
-    new = pages.take(layer)
+    source = getattr(module, "kv_source", None)
+    if source is None:
+        new = pages.take(layer)
+    else:  # K and V of another layer, which are written again
+        layer, new = int(source), (key, value)
     if not keeps_latents(module):
         return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
     plain = softcap is None and s_aux is None

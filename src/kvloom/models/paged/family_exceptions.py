@@ -39,13 +39,24 @@ __all__ = [
 
 FIXED_LONGROPE = "longrope, settled"
 """A rope type that transformers does not update, so the chosen frequencies stay fixed."""
-INDEXER = "its own indexer chooses the tokens it attends to, which is not supported yet"
+INDEXER = "an indexer selects the tokens that its layers read"
 REFUSED = {
     "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
-    "deepseek_v4": INDEXER,
+    "deepseek_v4": "its cache has compressed tokens, which belong to several positions",
 }
 
-SEPARATE: dict[str, str] = {}
+SEPARATE: dict[str, str] = {
+    "axk2": INDEXER,
+    "deepseek_v32": INDEXER,
+    "diffllama": "each of its layers attends twice",
+    "doge": "its layers add masks that depend on the values of tokens",
+    "git": "its attention is written inside its modules",
+    "glm_moe_dsa": INDEXER,
+    "hrm_text": "its layers run several times, each time with K and V of their own",
+    "hy_v4": INDEXER,
+    "jetmoe": "it assigns query heads to KV heads in its own order",
+    "inkling_text": "its layers add a bias to attention",
+}
 """Model types that call the attention registry, but cannot run on packed tokens, and the reason."""
 
 
@@ -53,7 +64,7 @@ def refusal_reason(config: Any) -> str | None:
     """Return the reason why a family is refused by name, or None. A family is refused by name only if `probe.examine`
     would give a misleading reason."""
     text = config.get_text_config()
-    return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
+    return REFUSED.get(text.model_type)
 
 
 def calls_registry(model: Any) -> bool:
@@ -88,6 +99,22 @@ def prepare(model: Any, context: int | None = None) -> None:
             module.warn_if_padding_and_no_attention_mask = _nothing
     fix_rope_frequencies(model, context)
     add_mask_names(model)
+    name_kv_sources(model)
+
+
+def name_kv_sources(model: Any) -> None:
+    """Set `kv_source` in attention modules of layers without K and V of their own: the last earlier layer of the same
+    kind with K and V. Repeated calls are allowed."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_kv_shared_layers", None) or 0
+    if not count:
+        return
+    kinds = config.layer_types
+    own = len(kinds) - count
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer >= own and hasattr(module, "q_proj"):
+            module.kv_source = max(i for i in range(own) if kinds[i] == kinds[layer])
 
 
 def _nothing(*_: Any, **__: Any) -> None:

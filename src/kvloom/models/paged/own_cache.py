@@ -29,6 +29,7 @@ from .pages import Pages
 
 __all__ = [
     "RecordedCache",
+    "cache_argument",
     "forward_arguments",
     "new_cache",
     "run_separately",
@@ -97,6 +98,12 @@ def forward_arguments(model: Any, tokens: torch.Tensor, start: int) -> dict[str,
     return arguments
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the cache in the arguments of a model's forward."""
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
+
+
 def run_separately(model: Any) -> None:
     """Make a model run each sequence of a step by itself. Repeated calls are allowed."""
     if runs_separately(model):
@@ -118,9 +125,7 @@ class _Separate:
 
     def __init__(self, model: Any) -> None:
         self._model, self._inner = model, model.forward
-        names = inspect.signature(model.forward).parameters
-        self._argument = "cache_params" if "cache_params" in names else "past_key_values"
-        self._keeps_logits = "logits_to_keep" in names
+        self._argument = cache_argument(model)
         self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:

@@ -17,9 +17,13 @@ __all__ = [
     "Family",
     "ModelError",
     "bamba",
+    "dbrx",
     "delta",
     "dtype_name",
     "every_layer",
+    "falcon",
+    "full_within",
+    "indexed_latent",
     "interleaved",
     "jamba",
     "kimi",
@@ -30,11 +34,13 @@ __all__ = [
     "llama4",
     "mamba1",
     "mamba2",
+    "mimo",
     "mllama",
     "multi_query",
     "nemotron",
     "olmo_delta",
     "short_conv",
+    "twice_as_many_layers",
     "uniform_window",
     "windows_from_layer",
 ]
@@ -100,6 +106,18 @@ class Config:
             raise ModelError(f"{self.model_type}: {key} is {inner!r}; give a JSON object")
         return Config({"model_type": self.model_type, **inner}, {})
 
+    def layer(self, index: int, kind: str) -> Config:
+        """Return the config of one layer, in which `layer_index` and `layer_kind` are set. `per_layer_config` may give
+        a layer other values."""
+        own = self.nested("per_layer_config")
+        given = {
+            name: values for name, values in own._values.items() if name.isdigit() and int(name) == index
+        }
+        values = next(iter(given.values()), {})
+        return Config(
+            {"model_type": self.model_type, **values, "layer_index": index, "layer_kind": kind}, self._values
+        )
+
     def _integer(self, key: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
             raise ModelError(f"{self.model_type}: {key} is {value!r}; give an integer from {least} to 2**40")
@@ -153,6 +171,22 @@ def windows_from_layer(config: Config) -> list[str]:
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
+
+
+def full_within(field: str) -> Pattern:
+    """Return a pattern of full layers for models whose tokens depend on how a prompt is split if a sequence is longer
+    than the config field `field`. The context must not be longer."""
+
+    def pattern(config: Config) -> list[str]:
+        limit, context = config.optional(field), config.size("max_position_embeddings")
+        if limit is not None and limit < context:
+            raise ModelError(
+                f"{config.model_type}: {field} is {limit}, and max_position_embeddings {context}. Beyond {limit} tokens "
+                f"the modeling code computes a prompt differently when it is split: set max_position_embeddings to {limit}"
+            )
+        return ["full_attention"] * config.depth
+
+    return pattern
 
 
 def llama4(config: Config) -> list[str]:
@@ -313,6 +347,42 @@ def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the field of a gated convolution, which contains its last inputs."""
     return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
+
+
+def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MLA with an indexer: the latent, and the key of the indexer, which is never quantised. Some
+    layers use the tokens that the indexer of an earlier layer has selected. They have no key."""
+    kinds = config.get("indexer_types") or []
+    if kinds and kinds[config.count("layer_index")] == "shared":
+        return latent(config, dtype)
+    own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
+    return (*latent(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def falcon(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Falcon. Its first architecture has one KV head, or one per query head. Its second stores
+    the KV heads once per query head."""
+    heads = config.size("num_attention_heads")
+    if not config.get("new_decoder_architecture"):
+        heads = 1 if config.get("multi_query", True) else config.optional("num_kv_heads") or heads
+    return attention_fields(heads, config.quotient("hidden_size", "num_attention_heads"), dtype)
+
+
+def mimo(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MiMo V2. Its sliding layers have twice as many KV heads as its full layers. Values have
+    fewer dims than keys."""
+    heads = config.size("num_key_value_heads") * (2 if config.get("layer_kind") == "sliding_attention" else 1)
+    return attention_fields(heads, config.size("head_dim"), dtype, v_dim=config.size("v_head_dim"))
+
+
+def dbrx(config: Config, dtype: str) -> tuple[Field, ...]:
+    heads = config.nested("attn_config").size("kv_n_heads")
+    return attention_fields(heads, config.quotient("hidden_size", "num_attention_heads"), dtype)
+
+
+def twice_as_many_layers(config: Config) -> list[str]:
+    """Return the layer kinds of LongCat. Each of its layers has two attention modules."""
+    return ["full_attention"] * (2 * config.size("num_layers"))
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:

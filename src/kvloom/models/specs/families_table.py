@@ -15,8 +15,12 @@ from .config_reading import (
     Family,
     ModelError,
     bamba,
+    dbrx,
     delta,
     every_layer,
+    falcon,
+    full_within,
+    indexed_latent,
     interleaved,
     jamba,
     kimi,
@@ -27,11 +31,13 @@ from .config_reading import (
     llama4,
     mamba1,
     mamba2,
+    mimo,
     mllama,
     multi_query,
     nemotron,
     olmo_delta,
     short_conv,
+    twice_as_many_layers,
     uniform_window,
     windows_from_layer,
 )
@@ -127,6 +133,53 @@ FAMILIES: dict[str, Family] = {
         every_layer("full_attention"),
         _sizes(62, 2560, 40, 40, 32768, kv_lora_rank=256, qk_rope_head_dim=32),
         token=latent,
+    ),
+    "deepseek_v32": Family(
+        every_layer("indexed_attention"),
+        _sizes(61, 7168, 128, 128, 163840, index_head_dim=128, **_LATENT),
+        token=indexed_latent,
+    ),
+    "glm_moe_dsa": Family(
+        every_layer("indexed_attention"),
+        _sizes(78, 6144, 64, 64, 202752, index_head_dim=128, **_LATENT),
+        token=indexed_latent,
+    ),
+    "axk2": Family(
+        every_layer("indexed_attention"),
+        _sizes(48, 2048, 32, 32, 131072, index_head_dim=128, kv_lora_rank=128, qk_rope_head_dim=32),
+        token=indexed_latent,
+    ),
+    "hy_v4": Family(
+        every_layer("indexed_attention"),
+        _sizes(34, 2816, 32, 32, 262144, index_head_dim=128, **_LATENT),
+        token=indexed_latent,
+    ),
+    "longcat_flash": Family(
+        twice_as_many_layers,
+        {"num_layers": 28, "max_position_embeddings": 131072, **_LATENT},
+        token=latent,
+    ),
+    "mimo_v2_flash": Family(
+        every_layer("full_attention"),
+        _sizes(48, 4096, 64, 4, 131072, head_dim=192, v_head_dim=128, sliding_window=129),
+        token=mimo,
+    ),
+    "doge": Family(full_within("keep_window_size"), _sizes(32, 1024, 8, 8, 2048, keep_window_size=2048)),
+    "moshi": Family(full_within("sliding_window"), _sizes(32, 4096, 32, 32, 3000, sliding_window=3000)),
+    "falcon": Family(every_layer("full_attention"), _sizes(32, 4544, 71, None, 2048), token=falcon),
+    "dbrx": Family(
+        every_layer("full_attention"),
+        {"attn_config": {"kv_n_heads": 1}},
+        token=dbrx,
+        names={
+            "d_model": "hidden_size",
+            "n_heads": "num_attention_heads",
+            "n_layers": "num_hidden_layers",
+            "max_seq_len": "max_position_embeddings",
+        },
+    ),
+    "jetmoe": Family(
+        every_layer("full_attention"), _sizes(12, 2048, 32, 16, 4096), names={"kv_channels": "head_dim"}
     ),
     "gpt2": Family(
         every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
@@ -251,9 +304,8 @@ _NOT_PLAIN = (
     "linear_attn",
     "state_size",
     "rwkv",
-    "kv_shared",
     "index_",
-    "cross_attention",
+    "cross_attention_layers",
 )
 
 
