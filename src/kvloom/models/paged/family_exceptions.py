@@ -54,6 +54,10 @@ SEPARATE: dict[str, str] = {
     "glm_moe_dsa": INDEXER,
     "hrm_text": "its layers run several times, each time with K and V of their own",
     "hy_v4": INDEXER,
+    "minimax_m3_vl_text": INDEXER,
+    "zamba": "its recurrent layers have heads, for which there is no kernel",
+    "zamba2": "layers share one attention module",
+    "zaya": "its layers have convolutions over queries and keys, for which there is no kernel",
     "jetmoe": "it assigns query heads to KV heads in its own order",
     "inkling_text": "its layers add a bias to attention",
 }

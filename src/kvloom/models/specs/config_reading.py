@@ -24,6 +24,8 @@ __all__ = [
     "falcon",
     "full_within",
     "indexed_latent",
+    "inkling",
+    "inkling_states",
     "interleaved",
     "jamba",
     "kimi",
@@ -40,9 +42,12 @@ __all__ = [
     "nemotron",
     "olmo_delta",
     "short_conv",
+    "sparse_blocks",
     "twice_as_many_layers",
     "uniform_window",
     "windows_from_layer",
+    "zamba",
+    "zaya",
 ]
 
 _MAX_LAYERS = 10_000
@@ -357,6 +362,56 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
         return latent(config, dtype)
     own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
     return (*latent(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MiniMax M3: K and V, and in sparse layers the key of an indexer."""
+    if config.get("layer_kind") != "indexed_attention":
+        return _key_value(config, dtype)
+    own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
+    return (*_key_value(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def zamba(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Zamba's recurrent layers: Mamba-1 with several heads."""
+    inner = config.size("mamba_expand") * config.size("hidden_size")
+    heads = config.size("n_mamba_heads")
+    return _state(
+        config,
+        dtype,
+        inner,
+        config.size("mamba_d_conv"),
+        (heads, inner // heads, config.size("mamba_d_state")),
+    )
+
+
+def zaya(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Zaya's convolutions over queries and keys, and of the value of the last token."""
+    heads, kv = config.size("num_attention_heads"), config.size("num_key_value_heads")
+    width = config.size("head_dim")
+    kernel = config.size("cca_time0") + config.size("cca_time1") - 2
+    return (
+        Field("conv", ((heads + kv) * width, kernel), dtype),
+        Field("recurrent", (kv * width // 2,), dtype),
+    )
+
+
+def inkling(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Inkling. Its sliding layers have sizes of their own."""
+    prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
+    return attention_fields(
+        config.size(f"{prefix}num_key_value_heads"), config.size(f"{prefix}head_dim"), dtype
+    )
+
+
+def inkling_states(config: Config, _: str) -> tuple[Field, ...]:
+    """Return the fields of Inkling's four convolutions in each layer: over keys, values and the outputs of attention
+    and MLP. They are computed in float32."""
+    prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
+    kv = config.size(f"{prefix}num_key_value_heads") * config.size(f"{prefix}head_dim")
+    hidden, kernel = config.size("hidden_size"), config.size("conv_kernel_size", "sconv_kernel_size")
+    names = {"conv": kv, "conv_1": kv, "conv_2": hidden, "conv_3": hidden}
+    return tuple(Field(name, (channels, kernel), "fp32") for name, channels in names.items())
 
 
 def falcon(config: Config, dtype: str) -> tuple[Field, ...]:

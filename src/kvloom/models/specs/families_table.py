@@ -21,6 +21,8 @@ from .config_reading import (
     falcon,
     full_within,
     indexed_latent,
+    inkling,
+    inkling_states,
     interleaved,
     jamba,
     kimi,
@@ -37,9 +39,12 @@ from .config_reading import (
     nemotron,
     olmo_delta,
     short_conv,
+    sparse_blocks,
     twice_as_many_layers,
     uniform_window,
     windows_from_layer,
+    zamba,
+    zaya,
 )
 
 __all__ = ["FAMILIES", "TEXT_TYPES", "plain_attention_family"]
@@ -263,6 +268,46 @@ FAMILIES: dict[str, Family] = {
         _sizes(32, 4096, 32, 8, 131072),
         state=lightning,
         mixer="linear",
+    ),
+    "bailing_hybrid": Family(
+        interleaved("layer_group_size", rare="full_attention", common="linear_attention"),
+        _sizes(42, 2560, 32, 32, 262144, layer_group_size=6, **_LATENT)
+        | {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+        token=latent,
+        state=kimi_delta,
+        mixer="linear",
+        names={"model_max_length": "max_position_embeddings"},
+    ),
+    "zamba": Family(
+        every_layer("linear_attention"),
+        _sizes(76, 3712, 16, 16, 4096, n_mamba_heads=2)
+        | {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4},
+        state=zamba,
+    ),
+    "zamba2": Family(
+        every_layer("linear_attention"),
+        _sizes(54, 2560, 32, 32, 4096, n_mamba_heads=8)
+        | {"mamba_expand": 2, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_ngroups": 1},
+        state=mamba2("n_mamba_heads", "mamba_headdim", "ngroups", "mamba_d_state", "mamba_d_conv"),
+    ),
+    "zaya": Family(
+        every_layer("hybrid"),
+        _sizes(40, 2048, 8, 2, 131072, head_dim=128, cca_time0=2, cca_time1=2),
+        state=zaya,
+        mixer="conv",
+    ),
+    "inkling_text": Family(
+        every_layer("hybrid"),
+        _sizes(66, 6144, 64, 8, 131072, head_dim=128, sliding_window_size=512, conv_kernel_size=4)
+        | {"swa_num_key_value_heads": 16, "swa_head_dim": 128},
+        token=inkling,
+        state=inkling_states,
+        mixer="conv",
+    ),
+    "minimax_m3_vl_text": Family(
+        every_layer("full_attention"),
+        _sizes(60, 6144, 64, 4, 524288, head_dim=128, index_head_dim=128),
+        token=sparse_blocks,
     ),
     "lfm2": Family(lfm2, _sizes(32, 2560, 32, 8, 128_000, conv_L_cache=3), state=short_conv, mixer="conv"),
     "lfm2_moe": Family(

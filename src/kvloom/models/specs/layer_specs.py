@@ -166,7 +166,11 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _kinds(config: Config, family: Family) -> list[str]:
     """Return the kind of every layer. The kinds are listed in the config. If the config has no list, they follow from
     the family's pattern."""
-    older = {"attention": "full_attention", "mamba": "linear_attention"}
+    older = {
+        "attention": "full_attention",
+        "mamba": "linear_attention",
+        "minimax_m3_sparse": "indexed_attention",
+    }
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
         raise ModelError(f"{config.model_type}: layer_types is {listed!r}; give a list of layer kinds")
