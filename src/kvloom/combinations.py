@@ -61,6 +61,26 @@ REFUSED = {
         "batch_invariant, on a GPU",
         "speculate tree={nodes}: batch-invariant attention has no tree masks: remove tree",
     ),
+    "tree, own cache": Refused(
+        "engine",
+        "speculate tree=NODES",
+        "a model that runs with transformers' own cache",
+        "speculate tree={nodes}: {model} runs with transformers' own cache, which has no tree masks: remove tree",
+    ),
+    "head, own cache": Refused(
+        "engine",
+        "speculate mtp, eagle=FOLDER",
+        "a model that runs with transformers' own cache",
+        "speculate {head}: {model} runs one sequence after the other, and a head needs the hidden states of a whole step: "
+        "use ngram or suffix",
+    ),
+    "speculation, own states": Refused(
+        "engine",
+        "speculate",
+        "a model with recurrent layers that runs with transformers' own cache",
+        "speculate: the recurrent layers of {model} run with transformers' own cache, which cannot take back drafts: "
+        "turn it off",
+    ),
     "beams, sampling": Refused(
         "request",
         "beam search",
@@ -168,6 +188,18 @@ REFUSED = {
         "batch_invariant",
         "requests longer than the pool, on a GPU",
         "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests",
+    ),
+    "batch_invariant, own cache": Refused(
+        "engine",
+        "batch_invariant",
+        "a model that runs with transformers' own cache, on a GPU",
+        "batch_invariant has no kernels for {model}, which runs with transformers' own cache: turn it off",
+    ),
+    "own cache, cold pages": Refused(
+        "engine",
+        "a model that runs with transformers' own cache",
+        "requests longer than the pool",
+        "{model} runs with transformers' own cache, which reads pages only from the pool: give a larger pool",
     ),
     "fixed pool, resize": Refused(
         "engine",

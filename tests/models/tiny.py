@@ -85,6 +85,19 @@ BART = {
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
 }
+OUTER = dict.fromkeys(SIZES, OMIT)
+"""For a config whose text model has a config of its own."""
+TEXT = {**SIZES, "eos_token_id": None, "initializer_range": 0.2, "torch_dtype": "float32"}
+SMALL_EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 LATENT_INDEX = {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 
 TINY: dict[str, dict[str, Any]] = {
@@ -589,5 +602,129 @@ TINY: dict[str, dict[str, Any]] = {
             kind: {"rope_type": "default", "rope_theta": 10000.0}
             for kind in ("full_attention", "sliding_attention")
         },
+    },
+    # Models of images, sound or video, as models of text.
+    "emu3": {
+        "model_type": "emu3",
+        **OUTER,
+        "text_config": TEXT,
+        "vq_config": {
+            "base_channels": 32,
+            "num_embeddings": 8,
+            "embed_dim": 4,
+            "channel_multiplier": [1],
+            "attn_resolutions": [],
+        },
+        "vocabulary_map": {"<image>": 40},
+    },
+    "fuyu": {"model_type": "fuyu", **OUTER, "text_config": {"model_type": "persimmon", **TEXT, **NO_GROUPS}},
+    "gemma4": {
+        "model_type": "gemma4",
+        **OUTER,
+        "text_config": {
+            "model_type": "gemma4_text",
+            **TEXT,
+            **SLIDING,
+            "head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+        },
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified",
+        **OUTER,
+        "text_config": {"model_type": "gemma4_unified_text", **TEXT, **SLIDING, "head_dim": 8},
+    },
+    "got_ocr2": {
+        "model_type": "got_ocr2",
+        **OUTER,
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {
+            **SMALL_EYES,
+            "output_channels": 8,
+            "mlp_dim": 24,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+        },
+    },
+    "moss_transcribe_diarize": {
+        "model_type": "moss_transcribe_diarize",
+        **OUTER,
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
+        "audio_config": {
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "num_mel_bins": 8,
+        },
+    },
+    "phi4_multimodal": {
+        "model_type": "phi4_multimodal",
+        "vision_config": SMALL_EYES,
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "nemo_conv_channels": 16,
+        },
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        **OUTER,
+        "text_config": {"model_type": "gemma3_text", **TEXT, "head_dim": 8, "sliding_window": WINDOW},
+        "vision_config": SMALL_EYES,
+        "mm_tokens_per_image": 4,
+    },
+    "llama4": {
+        "model_type": "llama4",
+        **OUTER,
+        "text_config": {
+            "model_type": "llama4_text",
+            **TEXT,
+            "head_dim": 8,
+            "attention_chunk_size": WINDOW,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+        "vision_config": {
+            **SMALL_EYES,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "pixel_shuffle_ratio": 0.5,
+        },
+    },
+    "mllama": {
+        "model_type": "mllama",
+        **OUTER,
+        "text_config": {
+            "model_type": "mllama_text_model",
+            **TEXT,
+            "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "vision_config": {
+            **SMALL_EYES,
+            "num_global_layers": 1,
+            "vision_output_dim": 32,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "supported_aspect_ratios": [[1, 1]],
+        },
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        **OUTER,
+        "text_config": {"model_type": "qwen3_5_text", **TEXT, "head_dim": 16, **DELTA},
+        "vision_config": {**SMALL_EYES, "out_hidden_size": 32},
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        **OUTER,
+        "text_config": {"model_type": "qwen3_5_moe_text", **TEXT, "head_dim": 16, **EXPERTS, **DELTA},
+        "vision_config": {**SMALL_EYES, "out_hidden_size": 32},
     },
 }

@@ -24,7 +24,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
+from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover, runs_separately
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -198,6 +198,9 @@ class Engine:
         if batch_invariant:
             offload.cold = None
             offload.cold_refusal = refused("batch_invariant, cold pages")
+        elif runs_separately(self.model):
+            offload.cold = None
+            offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
         return offload
 
     def _open_events(self, settings: EventSettings) -> WirePublisher:
@@ -218,11 +221,19 @@ class Engine:
         nodes = self.config.tree_nodes
         if self.cache.has_states:
             raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
+        if runs_separately(self.model):
+            raise ValueError(refused("tree, own cache", nodes=nodes, model=type(self.model).__name__))
         if self.runner.pages.is_invariant:
             raise ValueError(refused("tree, batch_invariant", nodes=nodes))
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
+        if runs_separately(self.model):
+            name = type(self.model).__name__
+            if self.cache.has_states:
+                raise ValueError(refused("speculation, own states", model=name))
+            if self.config.head:
+                raise ValueError(refused("head, own cache", head=self.config.head, model=name))
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):

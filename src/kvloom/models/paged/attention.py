@@ -38,7 +38,7 @@ ATTENTION = "kvloom"
 IGNORED = frozenset(
     {
         *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
         *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )

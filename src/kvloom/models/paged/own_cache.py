@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,15 @@ def new_cache(config: Any) -> RecordedCache:
         return update_indexer(keys, layer_idx, *args, **kwargs)
 
     cache.update, cache.update_indexer = record, record_index
+    for index, layer in enumerate(cache.layers):
+        if hasattr(layer, "update_index"):  # the class of another indexer, with keys [1, 1, tokens, dim]
+            layer.update_index = partial(_record_head, recorded, index, layer.update_index)
     return recorded
+
+
+def _record_head(recorded: RecordedCache, index: int, update: Any, keys: torch.Tensor) -> Any:
+    recorded.index.setdefault(index, []).append(keys[:, 0])
+    return update(keys)
 
 
 def forward_arguments(model: Any, tokens: torch.Tensor, start: int) -> dict[str, Any]:
@@ -174,8 +183,11 @@ def _fill(model: Any, pages: Pages, cache: Any, row: int, start: int) -> None:
                 layer.cumulative_length = start
             if "index" in found:
                 keys = found["index"][None]
-                layer.lazy_initialization_indexer(keys)
-                layer.indexer_keys = keys
+                if hasattr(layer, "idx_keys"):
+                    layer.idx_keys = keys[:, None]
+                else:
+                    layer.lazy_initialization_indexer(keys)
+                    layer.indexer_keys = keys
         if pages.has_state(index):
             view = pages.state_view(index)
             page = _state_page(pages, view, row)
