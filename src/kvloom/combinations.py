@@ -61,12 +61,6 @@ REFUSED = {
         "batch_invariant, on a GPU",
         "speculate tree={nodes}: batch-invariant attention has no tree masks: remove tree",
     ),
-    "tree, own cache": Refused(
-        "engine",
-        "speculate tree=NODES",
-        "a model that runs with transformers' own cache",
-        "speculate tree={nodes}: {model} runs with transformers' own cache, which has no tree masks: remove tree",
-    ),
     "head, own cache": Refused(
         "engine",
         "speculate mtp, eagle=FOLDER",

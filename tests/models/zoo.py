@@ -15,7 +15,8 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.paged import Batch, BatchBuilder, Pages, Work, install
 from kvloom.models.specs import model_spec
 
-from .tiny import OMIT, SIZES, TINY
+from .tiny import OMIT, SIZES
+from .tiny_families import EVERY
 
 transformers.logging.set_verbosity_error()
 
@@ -25,7 +26,7 @@ NEW = 12
 def config_of(family: str, **changes: Any) -> Any:
     options = {
         **SIZES,
-        **TINY[family],
+        **EVERY[family],
         "torch_dtype": "float32",
         "eos_token_id": None,
         "initializer_range": 0.2,

@@ -24,7 +24,14 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover, runs_separately
+from kvloom.models.paged import (
+    DRAFT_STEP_TOKENS,
+    Image,
+    ImageInputs,
+    TokenMover,
+    runs_separately,
+    separation_reason,
+)
 from kvloom.models.vision import Vision
 
 from .config import EngineConfig, Role
@@ -113,6 +120,8 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
+        if config.head and separation_reason(model) is not None:
+            raise ValueError(refused("head, own cache", head=config.head, model=type(model).__name__))
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
@@ -221,19 +230,13 @@ class Engine:
         nodes = self.config.tree_nodes
         if self.cache.has_states:
             raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
-        if runs_separately(self.model):
-            raise ValueError(refused("tree, own cache", nodes=nodes, model=type(self.model).__name__))
         if self.runner.pages.is_invariant:
             raise ValueError(refused("tree, batch_invariant", nodes=nodes))
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
-        if runs_separately(self.model):
-            name = type(self.model).__name__
-            if self.cache.has_states:
-                raise ValueError(refused("speculation, own states", model=name))
-            if self.config.head:
-                raise ValueError(refused("head, own cache", head=self.config.head, model=name))
+        if runs_separately(self.model) and self.cache.has_states:
+            raise ValueError(refused("speculation, own states", model=type(self.model).__name__))
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):

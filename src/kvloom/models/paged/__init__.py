@@ -20,7 +20,7 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import keeps_latents, prepare, refusal_reason, separation_reason
+from .family_exceptions import REFUSED_FAMILIES, keeps_latents, prepare, refusal_reason, separation_reason
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .own_cache import (
@@ -40,6 +40,7 @@ __all__ = [
     "DRAFT_STEP_TOKENS",
     "EMBEDDINGS",
     "IGNORED",
+    "REFUSED_FAMILIES",
     "Batch",
     "BatchBuilder",
     "EmptyCache",

@@ -8,7 +8,9 @@
 | Granite hybrids, windows | look up masks of kinds for which they make none             | an empty mask by kind (`add_mask_names`)    |
 | MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
 | Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
-| RecurrentGemma, indexers | the probe would state a misleading reason                   | refused by name or field (`refusal_reason`) |
+| Gemma 3n and 4           | layers read the K and V of an earlier layer                 | names that layer (`name_kv_sources`)        |
+| Bloom, Falcon, …         | attention is inside a module, or adds a bias or a mask      | transformers' own cache (`SEPARATE`)        |
+| XLNet, Reformer, …       | the probe would state a misleading reason                   | refused by name (`REFUSED_FAMILIES`)                 |
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .latents import absorb
 from .mixers import is_mixer
 
 __all__ = [
+    "REFUSED_FAMILIES",
     "absorb_latent",
     "add_mask_names",
     "calls_registry",
@@ -40,11 +43,24 @@ __all__ = [
 FIXED_LONGROPE = "longrope, settled"
 """A rope type that transformers does not update, so the chosen frequencies stay fixed."""
 INDEXER = "an indexer selects the tokens that its layers read"
-REFUSED = {
-    "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
+_NO_CACHE = "it has no K and V of earlier tokens: each new token computes the whole text again"
+_CODEBOOKS = "its tokens are frames of sound, with one number from each of several codebooks"
+_DRAFT = "it reads the K and V of another model, for which it drafts tokens"
+REFUSED_FAMILIES = {
+    "blt": "it groups bytes into patches, and its layers store patches, not tokens",
+    "cpmant": "it puts tokens of its own before each text",
     "deepseek_v4": "its cache has compressed tokens, which belong to several positions",
+    "gemma4_assistant": _DRAFT,
+    "gemma4_unified_assistant": _DRAFT,
+    "musicgen": _CODEBOOKS,
+    "musicgen_melody": _CODEBOOKS,
+    "openai-gpt": _NO_CACHE,
+    "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
+    "reformer": "its cache has hidden states in hash buckets, and no K and V",
+    "xlm": _NO_CACHE,
+    "xlnet": _NO_CACHE,
 }
-
+"""Model types that cannot run, and the reason. A type is listed only if the probe would give a misleading reason."""
 SEPARATE: dict[str, str] = {
     "axk2": INDEXER,
     "deepseek_v32": INDEXER,
@@ -65,10 +81,10 @@ SEPARATE: dict[str, str] = {
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Return the reason why a family is refused by name, or None. A family is refused by name only if `probe.examine`
-    would give a misleading reason."""
-    text = config.get_text_config()
-    return REFUSED.get(text.model_type)
+    """Return the reason why a family is refused by name, or None."""
+    return REFUSED_FAMILIES.get(config.model_type) or REFUSED_FAMILIES.get(
+        config.get_text_config(decoder=True).model_type
+    )
 
 
 def calls_registry(model: Any) -> bool:

@@ -1,0 +1,127 @@
+"""Every family of transformers: it runs exactly like generate(), in three ways, or is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvloom.engine import Engine, OffloadConfig, SamplingParams
+from kvloom.models.loading import refusal
+from kvloom.models.paged import runs_separately
+from tests.engines import make_engine
+from tools import families_table
+
+from .tiny_families import EVERY
+from .zoo import config_of, expected, prompts_of, tiny
+
+POOL, NEW = 1 << 24, 8
+NOT_ALONE = ("mllama_text_model", "qwen2_5_vl_text")
+"""Text models that transformers builds only as parts of others."""
+FAMILIES = [name for name in EVERY if name not in NOT_ALONE and name not in families_table.REFUSED]
+
+
+def lively(family: str) -> Any:
+    """A tiny model in which no weight is zero, and all matrices matter: its tokens then depend on all that it read."""
+    model = tiny(family)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.numel() and not weight.any():
+                weight.normal_(0, 0.2, generator=generator)
+            elif weight.dim() > 1 and 0 < float(weight.std()) < 0.1:
+                weight.mul_(0.2 / float(weight.std()))
+    model.set_attn_implementation("eager")
+    return model
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """The tokens of all prompts, and how many of them were found in the cache."""
+    params = SamplingParams(max_tokens=NEW, temperature=0)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    engine.cache.check()
+    return [request.tokens for request in requests], sum(request.cached_tokens for request in requests)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(10)
+def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_path: Path) -> None:
+    model = lively(family)
+    prompts = prompts_of(1, (5, 40, 29))
+    wanted = expected(model, prompts, NEW)
+    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": OffloadConfig(load="always")}
+    whole = make_engine(model, POOL, **kept)
+    assert tokens_of(whole, prompts) == (wanted, 0)
+    whole.close()
+    restarted = make_engine(model, POOL, **kept)
+    found, hits = tokens_of(restarted, prompts)
+    assert found == wanted
+    assert hits >= 32
+    restarted.close()
+    chunked = make_engine(model, POOL, token_budget=9)
+    assert tokens_of(chunked, prompts)[0] == wanted
+
+
+def test_every_family_of_transformers_has_a_row() -> None:
+    of_rows = {row["model_type"] for row in EVERY.values()}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - of_rows - set(families_table.REFUSED) == set()
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documents_is_current() -> None:
+    text = families_table.FILE.read_text(encoding="utf-8")
+    rows, counts = families_table.table()
+    assert rows in text, "run: .venv/bin/python tools/families_table.py"
+    assert counts in re.sub(r"\s+", " ", text), "run: .venv/bin/python tools/families_table.py"
+
+
+@pytest.mark.parametrize("family", sorted(families_table.REFUSED))
+@pytest.mark.few(4)
+def test_a_family_that_cannot_run_is_refused_with_its_reason(family: str) -> None:
+    if family not in EVERY:
+        pytest.skip("transformers cannot build its config without a checkpoint")
+    assert families_table.REFUSED[family] in str(refusal(config_of(family)))
+
+
+@pytest.mark.parametrize("family", ["bloom", "deepseek_v32", "falcon", "gpt_neo", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.few(3)
+def test_quantised_pages_of_models_with_their_own_cache(family: str, kv_dtype: str) -> None:
+    """Tokens of a prompt that is computed whole are exact. Later tokens read quantised K and V, and stay close."""
+    model = lively(family)
+    prompts = prompts_of(1, (5, 40, 29))
+    wanted = expected(model, prompts, 1)
+    engine = make_engine(model, POOL, kv_dtype=kv_dtype)
+    assert runs_separately(model)
+    found, _ = tokens_of(engine, prompts)
+    assert [tokens[: len(prompt) + 1] for tokens, prompt in zip(found, prompts, strict=True)] == wanted
+    again, hits = tokens_of(engine, prompts)
+    assert hits >= 32
+    assert sum(map(len, again)) == sum(map(len, found))
+
+
+def test_drafts_of_a_model_with_its_own_cache_are_verified() -> None:
+    model = lively("bloom")
+    prompts = [prompt * 3 for prompt in prompts_of(2, (6, 9))]
+    wanted = expected(model, prompts, NEW)
+    engine = make_engine(model, POOL, speculate="ngram")
+    assert tokens_of(engine, prompts)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("bloom", {"speculate": "mtp"}, "a head needs the hidden states of a whole step"),
+        ("zamba2", {"speculate": "ngram"}, "cannot take back drafts"),
+    ],
+)
+def test_what_a_model_with_its_own_cache_cannot_do_is_refused(
+    family: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make_engine(lively(family), POOL, **settings)
