@@ -31,8 +31,6 @@ REFUSED = {
     "gemma3n": "its image part needs the package timm; gemma3n_text runs",
     "qwen4_exp": "its indexer stores the positions of all tokens beside their keys",
     "qwen4_exp_text": "its indexer stores the positions of all tokens beside their keys",
-    "rwkv": "it returns its states instead of storing them in a cache",
-    "xlstm": "it has a cache class of its own",
 }
 """The families that do not run, and the reason."""
 _KINDS = ("full", "sliding", "chunked", "cross", "state")

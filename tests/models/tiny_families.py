@@ -317,7 +317,13 @@ MORE: dict[str, dict[str, Any]] = {
         "router_hidden_size": 16,
     },
     "rwkv": {"model_type": "rwkv", "attention_hidden_size": 32},
-    "xlstm": {"model_type": "xlstm", "num_heads": 2, "embedding_dim": 32, "num_blocks": 4},
+    "xlstm": {
+        "model_type": "xlstm",
+        "hidden_size": 128,
+        "num_heads": 2,
+        "embedding_dim": 128,
+        "num_blocks": 4,
+    },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
         "lru_width": 32,

@@ -20,14 +20,13 @@ from kvloom.core import LayerSpec
 from kvloom.models.paged import (
     IGNORED,
     EmptyCache,
-    RecordedCache,
+    SequenceCache,
     attend,
     cache_argument,
     forward_arguments,
     keeps_latents,
     new_cache,
     separation_reason,
-    state_tensors,
 )
 from kvloom.models.specs import ModelError
 
@@ -123,17 +122,16 @@ def _examined(model: Any, layers: Mapping[str, LayerSpec]) -> Mapping[str, Layer
     return {name: spec for name, spec in layers.items() if int(name.split(".")[1]) < last}
 
 
-def _run_separately(model: Any) -> RecordedCache:
+def _run_separately(model: Any) -> SequenceCache:
     """Run a model with transformers' own cache, and return the cache. Raises ModelError with the reason if the model
     cannot run."""
-    name = cache_argument(model)
     model.config._attn_implementation = "eager"
 
-    def run(ids: torch.Tensor) -> RecordedCache:
-        cache = new_cache(model.config)
+    def run(ids: torch.Tensor) -> SequenceCache:
+        cache = new_cache(model)
         given = forward_arguments(model, ids, 0)
         given.pop("attention_mask", None)  # modeling code would read its values
-        model(**given, **{name: cache.cache})
+        cache.take_result(model(**given, **cache.arguments()))
         return cache
 
     return _run(model, run)
@@ -179,15 +177,13 @@ def _fill_with_zeros(model: Any) -> None:
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
 
 
-def _separate_faults(cache: RecordedCache, layers: Mapping[str, LayerSpec]) -> list[str]:
+def _separate_faults(cache: SequenceCache, layers: Mapping[str, LayerSpec]) -> list[str]:
     """Return the differences between a cache that a model has filled and the specs of its layers."""
     tokens, states = _by_unit(layers)
-    found: dict[int, dict[str, torch.Size]] = {}
-    for index, layer in enumerate(cache.cache.layers):
-        kept = {name: held[number] for name, held, number in state_tensors(layer)}
-        shapes = {name: state.shape[1:] for name, state in kept.items() if state is not None}
-        if shapes:
-            found[index] = shapes
+    found = {
+        layer: {name: state.shape[1:] for name, state in kept.items()}
+        for layer, kept in cache.states().items()
+    }
     if not cache.written and not found:
         return ["it stores nothing in its cache, so there is nothing to keep in pages"]
     faults = [
@@ -200,7 +196,7 @@ def _separate_faults(cache: RecordedCache, layers: Mapping[str, LayerSpec]) -> l
         elif index in tokens:
             spec, (key, value) = tokens[index], calls[0]
             faults += _size_faults(index, spec, key.shape, value.shape)
-            kept_tokens = getattr(cache.cache.layers[index], "sliding_window", None)
+            kept_tokens = cache.window(index)
             if spec.visibility.windowed and spec.visibility.size != kept_tokens:
                 faults.append(
                     f"layer {index} keeps {kept_tokens or 'all'} tokens, its config has {spec.visibility.size}"

@@ -6,6 +6,7 @@
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
 | attention         | the attention function of every layer; `install` prepares a model for it       |
 | own_cache         | models that need transformers' own cache: one sequence after the other         |
+| sequence_cache    | the cache of one sequence of such a model                                      |
 | latents           | MLA attention of long prompts, with expanded keys and values                   |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
@@ -23,16 +24,10 @@ from .empty_cache import EmptyCache
 from .family_exceptions import REFUSED_FAMILIES, keeps_latents, prepare, refusal_reason, separation_reason
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
-from .own_cache import (
-    RecordedCache,
-    cache_argument,
-    forward_arguments,
-    new_cache,
-    runs_separately,
-    state_tensors,
-)
+from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+from .sequence_cache import SequenceCache, cache_argument, forward_arguments, new_cache
 from .token_mover import TokenMover
 
 __all__ = [
@@ -50,8 +45,8 @@ __all__ = [
     "ImageGroup",
     "ImageInputs",
     "Pages",
-    "RecordedCache",
     "Scales",
+    "SequenceCache",
     "TokenMover",
     "VisibleImages",
     "Work",
@@ -71,6 +66,5 @@ __all__ = [
     "runs_separately",
     "scale_sizes",
     "separation_reason",
-    "state_tensors",
     "write_scales",
 ]

@@ -55,13 +55,16 @@ REFUSED_FAMILIES = {
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
     "openai-gpt": _NO_CACHE,
-    "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
     "reformer": "its cache has hidden states in hash buckets, and no K and V",
     "xlm": _NO_CACHE,
     "xlnet": _NO_CACHE,
 }
 """Model types that cannot run, and the reason. A type is listed only if the probe would give a misleading reason."""
+_OTHER_STATES = "it keeps its states in a place of its own"
 SEPARATE: dict[str, str] = {
+    "recurrent_gemma": _OTHER_STATES,
+    "rwkv": _OTHER_STATES,
+    "xlstm": _OTHER_STATES,
     "axk2": INDEXER,
     "deepseek_v32": INDEXER,
     "diffllama": "each of its layers attends twice",

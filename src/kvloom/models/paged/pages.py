@@ -198,13 +198,15 @@ class Pages(EmptyCache):
         """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]
 
-    def has_tokens(self, layer_idx: int) -> bool:
-        """Return whether a layer stores tokens."""
-        return layer_idx in self._views
+    @property
+    def token_layers(self) -> list[int]:
+        """The layers that store tokens."""
+        return list(self._views)
 
-    def has_state(self, layer_idx: int) -> bool:
-        """Return whether a layer stores a state."""
-        return layer_idx in self._states
+    @property
+    def state_layers(self) -> list[int]:
+        """The layers that store a state."""
+        return list(self._states)
 
     def read_tokens(
         self, layer_idx: int, row: int, first: int, end: int, dtype: torch.dtype

@@ -23,6 +23,7 @@ __all__ = [
     "every_layer",
     "falcon",
     "full_within",
+    "gated_recurrence",
     "indexed_latent",
     "inkling",
     "inkling_states",
@@ -41,11 +42,14 @@ __all__ = [
     "multi_query",
     "nemotron",
     "olmo_delta",
+    "recurrent_gemma",
+    "rwkv",
     "short_conv",
     "sparse_blocks",
     "twice_as_many_layers",
     "uniform_window",
     "windows_from_layer",
+    "xlstm",
     "zamba",
     "zaya",
 ]
@@ -370,6 +374,47 @@ def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
         return _key_value(config, dtype)
     own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
     return (*_key_value(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def rwkv(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of RWKV: the last inputs of both parts of a layer, and an average over all tokens."""
+    width = config.size("hidden_size")
+    names = ("numerator", "denominator", "maximum")
+    return (
+        *(Field(name, (width,), "fp32") for name in names),
+        *(Field(name, (width,), dtype) for name in ("mlp_input", "input")),
+    )
+
+
+def xlstm(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of xLSTM: a memory matrix per head, its normaliser and its largest exponent."""
+    heads, hidden, unit = config.size("num_heads"), config.size("hidden_size"), 64
+
+    def width(factor: str) -> int:
+        return -(-int(hidden * float(config.get(factor))) // unit) * unit // heads
+
+    keys, values = width("qk_dim_factor"), width("v_dim_factor")
+    return (
+        Field("memory", (heads, keys, values), dtype),
+        Field("normaliser", (heads, keys), dtype),
+        Field("maximum", (heads, 1), dtype),
+    )
+
+
+def recurrent_gemma(config: Config) -> list[str]:
+    """Return the layer kinds of RecurrentGemma, whose config lists one period."""
+    kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+    period = config.get("block_types")
+    return [kinds[period[i % len(period)]] for i in range(config.depth)]
+
+
+def gated_recurrence(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of RecurrentGemma's recurrent layers: the convolution's last inputs, and the state."""
+    width = config.optional("lru_width") or config.size("hidden_size")
+    return (
+        Field("recurrent", (width,), "fp32"),
+        Field("conv", (width, config.size("conv1d_width") - 1), dtype),
+    )
 
 
 def zamba(config: Config, dtype: str) -> tuple[Field, ...]:

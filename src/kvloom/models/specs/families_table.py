@@ -20,6 +20,7 @@ from .config_reading import (
     every_layer,
     falcon,
     full_within,
+    gated_recurrence,
     indexed_latent,
     inkling,
     inkling_states,
@@ -38,11 +39,14 @@ from .config_reading import (
     multi_query,
     nemotron,
     olmo_delta,
+    recurrent_gemma,
+    rwkv,
     short_conv,
     sparse_blocks,
     twice_as_many_layers,
     uniform_window,
     windows_from_layer,
+    xlstm,
     zamba,
     zaya,
 )
@@ -277,6 +281,22 @@ FAMILIES: dict[str, Family] = {
         state=kimi_delta,
         mixer="linear",
         names={"model_max_length": "max_position_embeddings"},
+    ),
+    "rwkv": Family(
+        every_layer("linear_attention"), {"num_hidden_layers": 32, "hidden_size": 4096}, state=rwkv
+    ),
+    "xlstm": Family(
+        every_layer("linear_attention"),
+        {"num_hidden_layers": 32, "hidden_size": 4096, "num_heads": 8}
+        | {"qk_dim_factor": 0.5, "v_dim_factor": 1.0},
+        state=xlstm,
+    ),
+    "recurrent_gemma": Family(
+        recurrent_gemma,
+        _sizes(26, 2560, 10, 1, 8192, head_dim=256, attention_window_size=2048, conv1d_width=4)
+        | {"block_types": ["recurrent", "recurrent", "attention"]},
+        state=gated_recurrence,
+        names={"attention_window_size": "sliding_window"},
     ),
     "zamba": Family(
         every_layer("linear_attention"),

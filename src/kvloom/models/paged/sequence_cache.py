@@ -1,0 +1,224 @@
+"""The cache of one sequence in the form that modeling code expects, outside pages.
+
+`SequenceCache` has a `DynamicCache` of transformers. Families that keep states in other places have a subclass:
+
+| family         | states are                                            | class                 |
+|----------------|-------------------------------------------------------|-----------------------|
+| RWKV           | a list of tensors, an argument and a result           | `RwkvCache`           |
+| xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
+| RecurrentGemma | attributes of its modules; K and V are in a cache     | `RecurrentGemmaCache` |
+
+All tensors of states have a first dim of 1, the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["SequenceCache", "cache_argument", "forward_arguments", "new_cache"]
+
+States = dict[int, dict[str, torch.Tensor]]
+"""Tensors by layer and field name."""
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the cache in the arguments of a model's forward."""
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
+
+
+def forward_arguments(model: Any, tokens: torch.Tensor, start: int) -> dict[str, Any]:
+    """Return the arguments that `generate()` would pass to compute `tokens` [1, tokens] from position `start` on,
+    without the cache."""
+    names = inspect.signature(model.forward).parameters
+    length = start + tokens.shape[1]
+    arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
+    if "position_ids" in names:
+        arguments["position_ids"] = torch.arange(start, length, device=tokens.device)[None]
+    if "attention_mask" in names:
+        arguments["attention_mask"] = torch.ones((1, length), dtype=torch.int64, device=tokens.device)
+    return arguments
+
+
+class SequenceCache:
+    """One sequence's K, V and states in a `DynamicCache`, with layers of the classes that `generate()` would use. It
+    records the tokens that the model writes.
+
+    | field   | content                                                                     |
+    |---------|-----------------------------------------------------------------------------|
+    | written | by layer: new keys and values [1, heads, tokens, dim], one pair per call     |
+    | index   | by layer: new keys of an indexer [1, tokens, dim], one tensor per call       |
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache
+
+        self._model = model
+        self.written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.index: dict[int, list[torch.Tensor]] = {}
+        self.cache = cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache.update = partial(self._record, cache.update)  # type: ignore[method-assign]
+        if hasattr(cache, "update_indexer"):
+            cache.update_indexer = partial(self._record_index, cache.update_indexer)
+        for number, layer in enumerate(cache.layers):
+            if hasattr(layer, "update_index"):  # the class of another indexer
+                layer.update_index = partial(self._record_head, layer.update_index, number)
+
+    def _record(self, update: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.written.setdefault(layer_idx, []).append((key, value))
+        return update(key, value, layer_idx, *args, **kwargs)
+
+    def _record_index(self, update: Any, keys: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.index.setdefault(layer_idx, []).append(keys)
+        return update(keys, layer_idx, *args, **kwargs)
+
+    def _record_head(self, update: Any, number: int, keys: torch.Tensor) -> Any:
+        self.index.setdefault(number, []).append(keys[:, 0])  # [1, 1, tokens, dim]
+        return update(keys)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model's forward that contain the cache."""
+        return {cache_argument(self._model): self.cache}
+
+    def take_result(self, result: Any) -> None:
+        """Store the states that a forward has returned."""
+
+    def new_tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new keys and values of a layer, each [tokens, heads, dim]."""
+        keys, values = zip(*self.written[layer], strict=True)
+        return torch.cat(keys, 2)[0].transpose(0, 1), torch.cat(values, 2)[0].transpose(0, 1)
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that a layer of the cache keeps, including the next one. None means all."""
+        return getattr(self.cache.layers[layer], "sliding_window", None)
+
+    def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
+        """Set the visible tokens of a layer, in a sequence of `length` tokens. `tokens` has the fields "k", "v" or
+        "latent", and "index", each [tokens, …]."""
+        found = dict(tokens)
+        if "latent" in found:  # one head, in two parts
+            rank = self._model.config.get_text_config().kv_lora_rank
+            both = found["latent"][:, None]
+            found.update(k=both[..., :rank], v=both[..., rank:])
+        key, value = (found[name].transpose(0, 1)[None] for name in ("k", "v"))
+        held = self.cache.layers[layer]
+        held.lazy_initialization(key, value)
+        held.keys, held.values = key, value
+        if self.window(layer) is not None:
+            held.cumulative_length = length
+        if "index" not in found:
+            return
+        keys = found["index"][None]
+        if hasattr(held, "idx_keys"):
+            held.idx_keys = keys[:, None]
+        else:
+            held.lazy_initialization_indexer(keys)
+            held.indexer_keys = keys
+
+    def states(self) -> States:
+        """Return the states of all layers that have states."""
+        found: States = {}
+        for number, layer in enumerate(self.cache.layers):
+            for kind in ("conv", "recurrent"):
+                for place, state in (getattr(layer, f"{kind}_states", None) or {}).items():
+                    if state is not None:
+                        found.setdefault(number, {})[f"{kind}_{place}" if place else kind] = state
+        return found
+
+    def fill_states(self, states: States) -> None:
+        """Set the states of all layers that have states. Copies them."""
+        for number, fields in states.items():
+            layer = self.cache.layers[number]
+            for name, state in fields.items():
+                kind, _, place = name.partition("_")
+                at = int(place or 0)
+                layer.lazy_initialization(**{f"{kind}_states": state}, state_idx=at)
+                getattr(layer, f"{kind}_states")[at].copy_(state)
+                layer.has_previous_state[at] = True
+
+
+class RwkvCache(SequenceCache):
+    NAMES = ("mlp_input", "input", "numerator", "denominator", "maximum")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._states: list[torch.Tensor] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        return {"state": self._states}
+
+    def take_result(self, result: Any) -> None:
+        self._states = result.state
+
+    def states(self) -> States:
+        parts = self._states or []
+        layers = parts[0].shape[2] if parts else 0
+        return {
+            i: {name: part[:, :, i] for name, part in zip(self.NAMES, parts, strict=True)}
+            for i in range(layers)
+        }
+
+    def fill_states(self, states: States) -> None:
+        layers = [states[i] for i in range(len(states))]
+        self._states = [torch.stack([layer[name] for layer in layers], -1) for name in self.NAMES]
+
+
+class XlstmCache(SequenceCache):
+    NAMES = ("memory", "normaliser", "maximum")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        made_by = vars(sys.modules[type(model).__module__])["xLSTMCache"]
+        weight = next(model.parameters())
+        self._own = made_by(model.config, 1, dtype=weight.dtype, device=weight.device)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"cache_params": self._own}
+
+    def states(self) -> States:
+        return {i: dict(zip(self.NAMES, parts, strict=True)) for i, parts in self._own.rnn_state.items()}
+
+    def fill_states(self, states: States) -> None:
+        for i, fields in states.items():
+            for name, part in zip(self.NAMES, self._own.rnn_state[i], strict=True):
+                part.copy_(fields[name])
+
+
+class RecurrentGemmaCache(SequenceCache):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        layers = enumerate(model.model.layers)
+        self._modules = {
+            i: layer.temporal_block for i, layer in layers if hasattr(layer.temporal_block, "rg_lru")
+        }
+        for module in self._modules.values():
+            module.conv1d_state = module.rg_lru.recurrent_states = None
+
+    def states(self) -> States:
+        return {
+            i: {"conv": module.conv1d_state, "recurrent": module.rg_lru.recurrent_states}
+            for i, module in self._modules.items()
+        }
+
+    def fill_states(self, states: States) -> None:
+        for i, fields in states.items():
+            self._modules[i].conv1d_state = fields["conv"]
+            self._modules[i].rg_lru.recurrent_states = fields["recurrent"]
+
+
+_CLASSES: dict[str, type[SequenceCache]] = {
+    "recurrent_gemma": RecurrentGemmaCache,
+    "rwkv": RwkvCache,
+    "xlstm": XlstmCache,
+}
+
+
+def new_cache(model: Any) -> SequenceCache:
+    """Return an empty cache for one sequence of a model."""
+    return _CLASSES.get(model.config.model_type, SequenceCache)(model)
