@@ -38,6 +38,7 @@ __all__ = [
     "mamba1",
     "mamba2",
     "mimo",
+    "mimo_layers",
     "mllama",
     "multi_query",
     "nemotron",
@@ -51,6 +52,8 @@ __all__ = [
     "windows_from_layer",
     "xlstm",
     "zamba",
+    "zamba2_layers",
+    "zamba_layers",
     "zaya",
 ]
 
@@ -196,6 +199,25 @@ def full_within(field: str) -> Pattern:
         return ["full_attention"] * config.depth
 
     return pattern
+
+
+def mimo_layers(config: Config) -> list[str]:
+    """Return the layer kinds of MiMo V2: the first layer and every sixth layer are full."""
+    kinds = interleaved(6, rare="full_attention", common="sliding_attention")(config)
+    return ["full_attention", *kinds[1:]]
+
+
+def zamba_layers(config: Config) -> list[str]:
+    """Return the layer kinds of Zamba: two recurrent layers and a hybrid one, then one hybrid layer in each period."""
+    period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
+    rest = ["hybrid" if i % period == offset else "linear_attention" for i in range(config.depth - 3)]
+    return ["linear_attention", "linear_attention", "hybrid", *rest]
+
+
+def zamba2_layers(config: Config) -> list[str]:
+    """Return the layer kinds of Zamba 2, for configs that do not list them."""
+    hybrid = {*range(6, 43, 6), 47, 51}
+    return ["hybrid" if i in hybrid else "linear_attention" for i in range(config.depth)]
 
 
 def llama4(config: Config) -> list[str]:
@@ -361,8 +383,14 @@ def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
 def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the fields of MLA with an indexer: the latent, and the key of the indexer, which is never quantised. Some
     layers use the tokens that the indexer of an earlier layer has selected. They have no key."""
-    kinds = config.get("indexer_types") or []
-    if kinds and kinds[config.count("layer_index")] == "shared":
+    index, kinds, period = (
+        config.count("layer_index"),
+        config.get("indexer_types"),
+        config.get("indexer_period"),
+    )
+    if kinds is None and period is not None:  # the first layer has one, and every layer after a period
+        kinds = ["shared" if i and (i - 1) % period else "full" for i in range(index + 1)]
+    if kinds is not None and kinds[index] == "shared":
         return latent(config, dtype)
     own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
     return (*latent(config, dtype), Field("index", (config.size("index_head_dim"),), own))

@@ -35,6 +35,7 @@ from .config_reading import (
     mamba1,
     mamba2,
     mimo,
+    mimo_layers,
     mllama,
     multi_query,
     nemotron,
@@ -48,6 +49,8 @@ from .config_reading import (
     windows_from_layer,
     xlstm,
     zamba,
+    zamba2_layers,
+    zamba_layers,
     zaya,
 )
 
@@ -55,7 +58,7 @@ __all__ = ["FAMILIES", "TEXT_TYPES", "plain_attention_family"]
 
 
 def _sizes(
-    layers: int | None, hidden: int, heads: int, kv: int | None, context: int, **more: Any
+    layers: int | None, hidden: int, heads: int, kv: int | None, context: int | None, **more: Any
 ) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
@@ -160,7 +163,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "hy_v4": Family(
         every_layer("indexed_attention"),
-        _sizes(34, 2816, 32, 32, 262144, index_head_dim=128, **_LATENT),
+        _sizes(34, 2816, 32, 32, 262144, index_head_dim=128, indexer_period=4, **_LATENT),
         token=indexed_latent,
     ),
     "longcat_flash": Family(
@@ -169,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         token=latent,
     ),
     "mimo_v2_flash": Family(
-        every_layer("full_attention"),
+        mimo_layers,
         _sizes(48, 4096, 64, 4, 131072, head_dim=192, v_head_dim=128, sliding_window=129),
         token=mimo,
     ),
@@ -178,7 +181,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(every_layer("full_attention"), _sizes(32, 4544, 71, None, 2048), token=falcon),
     "dbrx": Family(
         every_layer("full_attention"),
-        {"attn_config": {"kv_n_heads": 1}},
+        _sizes(24, 2048, 16, None, 2048, attn_config={"kv_n_heads": 1}),
         token=dbrx,
         names={
             "d_model": "hidden_size",
@@ -188,7 +191,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "jetmoe": Family(
-        every_layer("full_attention"), _sizes(12, 2048, 32, 16, 4096), names={"kv_channels": "head_dim"}
+        every_layer("full_attention"),
+        _sizes(12, 2048, 32, 16, 4096, head_dim=128),
+        names={"kv_channels": "head_dim"},
     ),
     "gpt2": Family(
         every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
@@ -293,21 +298,27 @@ FAMILIES: dict[str, Family] = {
     ),
     "recurrent_gemma": Family(
         recurrent_gemma,
-        _sizes(26, 2560, 10, 1, 8192, head_dim=256, attention_window_size=2048, conv1d_width=4)
+        _sizes(26, 2560, 10, 10, None, head_dim=256, sliding_window=2048, conv1d_width=4)
         | {"block_types": ["recurrent", "recurrent", "attention"]},
         state=gated_recurrence,
         names={"attention_window_size": "sliding_window"},
     ),
     "zamba": Family(
-        every_layer("linear_attention"),
-        _sizes(76, 3712, 16, 16, 4096, n_mamba_heads=2)
-        | {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4},
+        zamba_layers,
+        _sizes(76, 3712, 16, 16, 4096, n_mamba_heads=2, attn_layer_period=6, attn_layer_offset=4)
+        | {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "attention_head_dim": 464},
         state=zamba,
     ),
     "zamba2": Family(
-        every_layer("linear_attention"),
+        zamba2_layers,
         _sizes(54, 2560, 32, 32, 4096, n_mamba_heads=8)
-        | {"mamba_expand": 2, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_ngroups": 1},
+        | {
+            "mamba_expand": 2,
+            "mamba_d_state": 64,
+            "mamba_d_conv": 4,
+            "mamba_ngroups": 1,
+            "attention_head_dim": 160,
+        },
         state=mamba2("n_mamba_heads", "mamba_headdim", "ngroups", "mamba_d_state", "mamba_d_conv"),
     ),
     "zaya": Family(
@@ -317,7 +328,7 @@ FAMILIES: dict[str, Family] = {
         mixer="conv",
     ),
     "inkling_text": Family(
-        every_layer("hybrid"),
+        interleaved(6, rare="hybrid", common="hybrid_sliding"),
         _sizes(66, 6144, 64, 8, 131072, head_dim=128, sliding_window_size=512, conv_kernel_size=4)
         | {"swa_num_key_value_heads": 16, "swa_head_dim": 128},
         token=inkling,
