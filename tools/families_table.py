@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.models.zoo import config_of
+from tests.models.tiny_families import config_of
 
 from kvloom.models.loading import language_model_class, refusal
 from kvloom.models.paged import REFUSED_FAMILIES, separation_reason
@@ -29,8 +29,6 @@ FILE = Path(__file__).parent.parent / "docs" / "models.md"
 REFUSED = {
     **REFUSED_FAMILIES,
     "gemma3n": "its image part needs the package timm; gemma3n_text runs",
-    "qwen4_exp": "its indexer stores the positions of all tokens beside their keys",
-    "qwen4_exp_text": "its indexer stores the positions of all tokens beside their keys",
 }
 """The families that do not run, and the reason."""
 _KINDS = ("full", "sliding", "chunked", "cross", "state")

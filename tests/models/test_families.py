@@ -36,6 +36,7 @@ def lively(family: str) -> Any:
             elif weight.dim() > 1 and 0 < float(weight.std()) < 0.1:
                 weight.mul_(0.2 / float(weight.std()))
     model.set_attn_implementation("eager")
+    model.generation_config.eos_token_id = None  # some families need one in their configs
     return model
 
 

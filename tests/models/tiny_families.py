@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 from .tiny import DELTA, EXPERTS, GPT2, KIMI, MLA, NO_GROUPS, OMIT, ROUTED, SIZES, SLIDING, TINY, WINDOW
 
 BERT = {**NO_GROUPS, "is_decoder": True, "type_vocab_size": 2}
@@ -40,6 +42,19 @@ SMALL_EYES = {
     "patch_size": 4,
 }
 LATENT_INDEX = {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+QWEN4 = {
+    "head_dim": 16,
+    **EXPERTS,
+    **DELTA,
+    "hc_count": 2,
+    "hc_lowrank": 4,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+}
 
 MORE: dict[str, dict[str, Any]] = {
     # Families that pack the sequences of a step, without a row.
@@ -371,7 +386,24 @@ MORE: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 3,
         "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
     },
-    "qwen4_exp_text": {"model_type": "qwen4_exp_text"},
+    "qwen4_exp_text": {"model_type": "qwen4_exp_text", **QWEN4},
+    "qwen4_exp": {
+        "model_type": "qwen4_exp",
+        **OUTER,
+        "text_config": {
+            "model_type": "qwen4_exp_text",
+            **TEXT,
+            **QWEN4,
+            "eos_token_id": 1,
+            "ple_layer_ids": [1, 3],
+            "ple_embed_dim": 32,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 1,
+        },
+        "vision_config": {**SMALL_EYES, "out_hidden_size": 32},
+    },
     "cohere_compass_text": {
         "model_type": "cohere_compass_text",
         "head_dim": 8,
@@ -509,3 +541,17 @@ MORE: dict[str, dict[str, Any]] = {
 
 EVERY = {**TINY, **MORE}
 """One row or more for every family."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    """The config of a row, in float32, with weights large enough to matter and without an end of text."""
+    options = {
+        **SIZES,
+        **EVERY[family],
+        "torch_dtype": "float32",
+        "eos_token_id": None,
+        "initializer_range": 0.2,
+        **changes,
+    }
+    given = {name: value for name, value in options.items() if value is not OMIT}
+    return transformers.AutoConfig.for_model(given.pop("model_type"), **given)

@@ -15,25 +15,11 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.paged import Batch, BatchBuilder, Pages, Work, install
 from kvloom.models.specs import model_spec
 
-from .tiny import OMIT, SIZES
-from .tiny_families import EVERY
+from .tiny_families import config_of
 
 transformers.logging.set_verbosity_error()
 
 NEW = 12
-
-
-def config_of(family: str, **changes: Any) -> Any:
-    options = {
-        **SIZES,
-        **EVERY[family],
-        "torch_dtype": "float32",
-        "eos_token_id": None,
-        "initializer_range": 0.2,
-        **changes,
-    }
-    given = {name: value for name, value in options.items() if value is not OMIT}
-    return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
 
 
 def tiny(family: str, **changes: Any) -> Any:

@@ -134,7 +134,8 @@ def _run_separately(model: Any) -> SequenceCache:
         cache.take_result(model(**given, **cache.arguments()))
         return cache
 
-    return _run(model, run)
+    cache: SequenceCache = _run(model, run)
+    return cache
 
 
 def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
@@ -174,7 +175,9 @@ def _fill_with_zeros(model: Any) -> None:
             zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+            # Integers are sizes and offsets, by which code may divide.
+            value = 0 if buffer.is_floating_point() else 1
+            setattr(module, name, torch.full(buffer.shape, value, dtype=buffer.dtype))
 
 
 def _separate_faults(cache: SequenceCache, layers: Mapping[str, LayerSpec]) -> list[str]:

@@ -62,6 +62,8 @@ REFUSED_FAMILIES = {
 """Model types that cannot run, and the reason. A type is listed only if the probe would give a misleading reason."""
 _OTHER_STATES = "it keeps its states in a place of its own"
 SEPARATE: dict[str, str] = {
+    "qwen4_exp": INDEXER,
+    "qwen4_exp_text": INDEXER,
     "recurrent_gemma": _OTHER_STATES,
     "rwkv": _OTHER_STATES,
     "xlstm": _OTHER_STATES,

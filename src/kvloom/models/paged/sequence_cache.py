@@ -4,6 +4,7 @@
 
 | family         | states are                                            | class                 |
 |----------------|-------------------------------------------------------|-----------------------|
+| Qwen4          | in a `DynamicCache`, with positions and token ids     | `Qwen4Cache`          |
 | RWKV           | a list of tensors, an argument and a result           | `RwkvCache`           |
 | xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
 | RecurrentGemma | attributes of its modules; K and V are in a cache     | `RecurrentGemmaCache` |
@@ -63,7 +64,7 @@ class SequenceCache:
         self.written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.index: dict[int, list[torch.Tensor]] = {}
         self.cache = cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        cache.update = partial(self._record, cache.update)  # type: ignore[method-assign]
+        cache.update = partial(self._record, cache.update)
         if hasattr(cache, "update_indexer"):
             cache.update_indexer = partial(self._record_index, cache.update_indexer)
         for number, layer in enumerate(cache.layers):
@@ -212,7 +213,26 @@ class RecurrentGemmaCache(SequenceCache):
             self._modules[i].rg_lru.recurrent_states = fields["recurrent"]
 
 
+class Qwen4Cache(SequenceCache):
+    """Its first indexed layer also keeps the positions of all tokens. One convolution's inputs are token ids."""
+
+    def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
+        super().fill_tokens(layer, tokens, length)
+        kinds = self._model.config.get_text_config().layer_types
+        if layer == kinds.index("indexed_attention"):
+            positions = torch.arange(length, device=tokens["k"].device)
+            self.cache.layers[layer].indexer_position_ids = positions.expand(3, 1, -1)
+
+    def fill_states(self, states: States) -> None:
+        ids = "conv_2"
+        super().fill_states(
+            {i: {n: x.long() if n == ids else x for n, x in parts.items()} for i, parts in states.items()}
+        )
+
+
 _CLASSES: dict[str, type[SequenceCache]] = {
+    "qwen4_exp": Qwen4Cache,
+    "qwen4_exp_text": Qwen4Cache,
     "recurrent_gemma": RecurrentGemmaCache,
     "rwkv": RwkvCache,
     "xlstm": XlstmCache,

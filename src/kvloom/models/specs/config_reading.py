@@ -43,6 +43,7 @@ __all__ = [
     "multi_query",
     "nemotron",
     "olmo_delta",
+    "qwen4",
     "recurrent_gemma",
     "rwkv",
     "short_conv",
@@ -121,11 +122,10 @@ class Config:
     def layer(self, index: int, kind: str) -> Config:
         """Return the config of one layer, in which `layer_index` and `layer_kind` are set. `per_layer_config` may give
         a layer other values."""
-        own = self.nested("per_layer_config")
-        given = {
-            name: values for name, values in own._values.items() if name.isdigit() and int(name) == index
-        }
-        values = next(iter(given.values()), {})
+        own = self.nested("per_layer_config")._values
+        values: Mapping[str, Any] = next(
+            (given for name, given in own.items() if name.isdigit() and int(name) == index), {}
+        )
         return Config(
             {"model_type": self.model_type, **values, "layer_index": index, "layer_kind": kind}, self._values
         )
@@ -397,11 +397,26 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of MiniMax M3: K and V, and in sparse layers the key of an indexer."""
+    """Return the fields of MiniMax M3 and Qwen4: K and V, and in sparse layers the key of an indexer."""
     if config.get("layer_kind") != "indexed_attention":
         return _key_value(config, dtype)
     own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
-    return (*_key_value(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+    return (
+        *_key_value(config, dtype),
+        Field("index", (config.size("index_head_dim", "indexer_head_dim"),), own),
+    )
+
+
+def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Qwen4's recurrent layers: a delta rule, and in layers with n-gram embeddings the last inputs
+    of a dilated convolution and the last token ids, as numbers."""
+    fields = delta(config, dtype)
+    if config.count("layer_index") + 1 not in config.numbers("ple_layer_ids"):
+        return fields
+    size = config.size("ngram_size")
+    channels = config.size("hidden_size") * config.size("hc_count")
+    width = (config.size("ple_conv_kernel_size") - 1) * size
+    return (*fields, Field("conv_2", (size - 1,), "fp32"), Field("conv_1", (channels, width), dtype))
 
 
 def rwkv(config: Config, dtype: str) -> tuple[Field, ...]:

@@ -40,6 +40,7 @@ from .config_reading import (
     multi_query,
     nemotron,
     olmo_delta,
+    qwen4,
     recurrent_gemma,
     rwkv,
     short_conv,
@@ -258,6 +259,14 @@ FAMILIES: dict[str, Family] = {
         state=delta,
         mixer="linear",
     ),
+    "qwen4_exp_text": Family(
+        interleaved(4, rare="indexed_attention", common="linear_attention"),
+        _sizes(40, 2048, 16, 2, 32768, head_dim=256, indexer_head_dim=128, ngram_size=3, hc_count=4)
+        | {"ple_conv_kernel_size": 4, **_QWEN_DELTA},
+        token=sparse_blocks,
+        state=qwen4,
+        mixer="linear",
+    ),
     "olmo_hybrid": Family(
         interleaved(4, rare="full_attention", common="linear_attention"),
         _sizes(32, 3840, 30, None, 65536, linear_conv_kernel_dim=4),
@@ -359,6 +368,7 @@ TEXT_TYPES = {
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
 }
 """Model type of the text model inside each multimodal model."""
 
