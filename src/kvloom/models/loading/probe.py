@@ -3,8 +3,8 @@ describe.
 
 The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
 replaces the cache and the attention function and records the calls. This detects unsupported architectures before
-any weight is read. Such a model never calls the attention registry, uses its own mask, or stores other data than
-its config states. The probe checks calls and shapes, not values.
+any weight is read. Such a model uses its own mask, or stores other data than its config states. The probe checks calls
+and shapes, not values.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ LARGE, LAYERS_WITH_VALUES = 10**9, 2
 PROBE_ATTENTION = "kvloom_probe"
 KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 """Keywords of attention calls that `attend` handles or may ignore."""
+
+
+OTHER_REMEDY = "A row of FAMILIES sets sizes and layer kinds of a family (docs/models.md)"
+REMEDY = f"{OTHER_REMEDY}; a row of SEPARATE lets it run with its own cache"
 
 
 class RecordingCache(EmptyCache):
@@ -104,14 +108,18 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
 
     `layers` is a function that returns the specs. `examine` calls this function after the run.
     """
-    if separation_reason(model) is not None:
-        found = _run_separately(model)
-        faults = _separate_faults(found, _examined(model, layers()))
-    else:
-        cache = _record_run(model)
-        faults = cache.faults or _differences(cache, _examined(model, layers()))
-    if faults:
-        raise ModelError(f"{type(model).__name__} cannot run on pages: {faults[0]}")
+    separate = separation_reason(model) is not None
+    try:
+        if separate:
+            found = _run_separately(model)
+            faults = _separate_faults(found, _examined(model, layers()))
+        else:
+            cache = _record_run(model)
+            faults = cache.faults or _differences(cache, _examined(model, layers()))
+        if faults:
+            raise ModelError(f"{type(model).__name__} cannot run on pages: {faults[0]}")
+    except ModelError as error:
+        raise ModelError(f"{error}. {OTHER_REMEDY if separate else REMEDY}") from error
 
 
 def _examined(model: Any, layers: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:

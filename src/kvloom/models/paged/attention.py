@@ -6,7 +6,7 @@
 `attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages
 by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on the packed tokens
 of a step ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
-layers that attend to images. Architectures that never call the attention registry are refused by name.
+layers that attend to images. Models that cannot run on packed tokens run with their own cache (`own_cache`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def attend(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
     if pages is None:  # the module does not pass its keywords on
-        pages = getattr(LAST_WRITTEN, "pages", None)
+        pages = PAGES_BY_HANDLE.get(getattr(LAST_WRITTEN, "handle", -1))
     if pages is None:
         raise ModelError("attention was called without pages: run the model through kvloom")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

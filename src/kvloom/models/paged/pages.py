@@ -56,8 +56,8 @@ PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 """All live `Pages`, by handle. An operation of a compiled model finds its pages here."""
 
 LAST_WRITTEN = threading.local()
-"""The `Pages` of this thread's last cache update. Modules that do not pass their keywords on to attention find their
-pages here."""
+"""The handle of the `Pages` of this thread's last cache update. Modules that do not pass their keywords on to
+attention find their pages by it."""
 
 
 class GraphSplitter(Protocol):
@@ -247,7 +247,7 @@ class Pages(EmptyCache):
         """
         self._new = layer_idx, key, value
         if not torch.compiler.is_compiling():
-            LAST_WRITTEN.pages = self
+            LAST_WRITTEN.handle = self.handle
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
