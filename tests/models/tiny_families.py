@@ -224,7 +224,7 @@ MORE: dict[str, dict[str, Any]] = {
         "model_type": "longcat_flash",
         **MLA,
         "num_layers": 2,
-        "num_hidden_layers": OMIT,
+        "num_hidden_layers": 4,
         "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 16,
         "moe_topk": 2,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ MARK = "runs_separately"
 SINGLE_TOKENS = frozenset({"prophetnet"})
 """Model types without states whose modeling code continues a sequence only with single tokens."""
 
+TRIAL_PARTS = (5, 1, 1, 6)
+"""Numbers of tokens into which a prompt is split, to find code whose results depend on this."""
+
 
 def runs_separately(model: Any) -> bool:
     """Return whether the sequences of a step run one after the other, with transformers' own cache."""
@@ -39,10 +43,35 @@ def runs_separately(model: Any) -> bool:
 
 
 def run_separately(model: Any) -> None:
-    """Make a model run each sequence of a step by itself. Repeated calls are allowed."""
-    if not runs_separately(model):
-        setattr(model, MARK, True)
-        model.forward = _Separate(model)
+    """Make a model run each sequence of a step by itself. Repeated calls are allowed. The first call computes a few tokens.
+    Raises ModelError if the logits of a prompt depend on how the prompt is split."""
+    if runs_separately(model):
+        return
+    forward = _Separate(model)
+    _check_splits(model, forward)
+    setattr(model, MARK, True)
+    model.forward = forward
+
+
+@torch.inference_mode()
+def _check_splits(model: Any, forward: _Separate) -> None:
+    """Raise ModelError unless a prompt has the same logits, within rounding, in one part and in several. Modeling code
+    with other results cannot resume a cached prefix. For example, its attention may not be causal."""
+    weight = model.get_input_embeddings().weight
+    half = len(weight) // 2  # special tokens are often the first ones
+    tokens = half + torch.arange(sum(TRIAL_PARTS), device=weight.device) * 3 % half
+    whole = forward.compute(new_cache(model), tokens, 0)
+    cache, found, start = new_cache(model), [], 0
+    for part in tokens.split(TRIAL_PARTS):
+        found.append(forward.compute(cache, part, start))
+        start += len(part)
+    difference = float((whole - torch.cat(found)).abs().mean())
+    limit = float(whole.std()) * torch.finfo(whole.dtype).eps ** 0.5
+    if not difference <= limit:
+        raise ModelError(
+            f"{type(model).__name__} computes other logits if a prompt is split: they differ by {difference:.2g} on "
+            f"average, and the limit is {limit:.2g}. Its code in this version of transformers cannot resume a prefix"
+        )
 
 
 class _Separate:
@@ -60,29 +89,30 @@ class _Separate:
         batch = pages.batch
         if batch.trees is not None or (batch.drafts and pages.has_states):
             raise ModelError(f"{type(self._model).__name__} cannot compute draft trees, or states of drafts")
-        caches, logits, result = [], [], None
+        caches, logits = [], []
         for row, (begin, end) in enumerate(pairwise(batch.bounds)):
             start = batch.sizes[row] - (end - begin)
             cache = new_cache(self._model)
             if start:
                 _fill(pages, cache, row, start, self._model.dtype)
-            # Modeling code may continue a state only with single tokens.
-            singly = start and (pages.has_states or self._continues_singly)
-            step = 1 if singly else end - begin
-            for at in range(begin, end, step):
-                arguments = forward_arguments(
-                    self._model, batch.tokens[None, at : at + step], start + at - begin
-                )
-                result = self._inner(**arguments, **cache.arguments())
-                cache.take_result(result)
-                logits.append(result.logits[0])
+            logits.append(self.compute(cache, batch.tokens[begin:end], start))
             _store_states(pages, cache, row)
             caches.append(cache)
         _store_tokens(pages, caches)
         every, keep = torch.cat(logits), keywords.get("logits_to_keep", 0)
-        assert result is not None
-        result.logits = (every[keep] if isinstance(keep, torch.Tensor) else every)[None]
-        return result
+        return SimpleNamespace(logits=(every[keep] if isinstance(keep, torch.Tensor) else every)[None])
+
+    def compute(self, cache: SequenceCache, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the logits of new tokens, from position `start` on, and add the tokens to the cache."""
+        # Modeling code may continue a state only with single tokens.
+        singly = start and (self._continues_singly or bool(cache.states()))
+        logits = []
+        for at in range(0, len(tokens), 1 if singly else len(tokens)):
+            part = tokens[None, at : at + 1] if singly else tokens[None]
+            result = self._inner(**forward_arguments(self._model, part, start + at), **cache.arguments())
+            cache.take_result(result)
+            logits.append(result.logits[0])
+        return torch.cat(logits)
 
 
 def _fill(pages: Pages, cache: SequenceCache, row: int, start: int, dtype: torch.dtype) -> None:

@@ -169,6 +169,7 @@ def _kinds(config: Config, family: Family) -> list[str]:
     older = {
         "attention": "full_attention",
         "mamba": "linear_attention",
+        "deepseek_sparse_attention": "indexed_attention",
         "minimax_m3_sparse": "indexed_attention",
     }
     listed = config.get("layer_types") or config.get("layers_block_type")
