@@ -51,13 +51,39 @@ def lively(family: str) -> Any:
     return model
 
 
-def tokens_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """The tokens of all prompts, and how many of them were found in the cache."""
-    params = SamplingParams(max_tokens=NEW, temperature=0)
+def tokens_of(engine: Engine, prompts: list[list[int]], logprobs: bool = False) -> Any:
+    """The tokens of all prompts, and how many of them were found in the cache; or their log-probabilities, too."""
+    params = SamplingParams(max_tokens=NEW, temperature=0, logprobs=1)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
     engine.cache.check()
-    return [request.tokens for request in requests], sum(request.cached_tokens for request in requests)
+    tokens, hits = [request.tokens for request in requests], sum(one.cached_tokens for one in requests)
+    if not logprobs:
+        return tokens, hits
+    chosen = [
+        [of_step[token].logprob for token, of_step in zip(request.output, request.logprobs, strict=True)]
+        for request in requests
+    ]
+    return tokens, hits, torch.tensor(chosen)
+
+
+def reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+    """The tokens that generate() gives, and the log-probabilities of the new ones."""
+    tokens, logprobs = [], []
+    for prompt in prompts:
+        found = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens.append(found.sequences[0].tolist())
+        of_steps = torch.cat(found.logits).log_softmax(-1)
+        logprobs.append(of_steps.gather(1, found.sequences[0, len(prompt) :, None])[:, 0])
+    return tokens, torch.stack(logprobs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,18 +95,19 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
     assert reason is None
     model = lively(family)
     prompts = prompts_of(1, (5, 40, 29))
-    wanted = expected(model, prompts, NEW)
+    wanted, logprobs = reference(model, prompts)
+
+    def same(engine: Engine) -> int:
+        tokens, hits, found = tokens_of(engine, prompts, logprobs=True)
+        assert tokens == wanted
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-3)
+        engine.close()
+        return hits
+
     kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": OffloadConfig(load="always")}
-    whole = make_engine(model, POOL, **kept)
-    assert tokens_of(whole, prompts) == (wanted, 0)
-    whole.close()
-    restarted = make_engine(model, POOL, **kept)
-    found, hits = tokens_of(restarted, prompts)
-    assert found == wanted
-    assert hits >= 32
-    restarted.close()
-    chunked = make_engine(model, POOL, token_budget=9)
-    assert tokens_of(chunked, prompts)[0] == wanted
+    assert same(make_engine(model, POOL, **kept)) == 0
+    assert same(make_engine(model, POOL, **kept)) >= 32  # found on disk
+    same(make_engine(model, POOL, token_budget=9))
 
 
 def test_every_family_of_transformers_has_a_row() -> None:

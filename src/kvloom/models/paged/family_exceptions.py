@@ -55,6 +55,7 @@ REFUSED_FAMILIES = {
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
     "openai-gpt": _NO_CACHE,
+    "prophetnet": "it computes a prompt differently from the same tokens one after the other",
     "reformer": "its cache has hidden states in hash buckets, and no K and V",
     "xlm": _NO_CACHE,
     "xlnet": _NO_CACHE,

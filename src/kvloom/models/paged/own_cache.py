@@ -30,9 +30,6 @@ __all__ = ["run_separately", "runs_separately"]
 
 MARK = "runs_separately"
 """The attribute of a model that `run_separately` has changed."""
-SINGLE_TOKENS = frozenset({"prophetnet"})
-"""Model types without states whose modeling code continues a sequence only with single tokens."""
-
 TRIAL_PARTS = (5, 1, 1, 6)
 """Numbers of tokens into which a prompt is split, to find code whose results depend on this."""
 
@@ -48,30 +45,9 @@ def run_separately(model: Any) -> None:
     if runs_separately(model):
         return
     forward = _Separate(model)
-    _check_splits(model, forward)
+    forward.try_splits()
     setattr(model, MARK, True)
     model.forward = forward
-
-
-@torch.inference_mode()
-def _check_splits(model: Any, forward: _Separate) -> None:
-    """Raise ModelError unless a prompt has the same logits, within rounding, in one part and in several. Modeling code
-    with other results cannot resume a cached prefix. For example, its attention may not be causal."""
-    weight = model.get_input_embeddings().weight
-    half = len(weight) // 2  # special tokens are often the first ones
-    tokens = half + torch.arange(sum(TRIAL_PARTS), device=weight.device) * 3 % half
-    whole = forward.compute(new_cache(model), tokens, 0)
-    cache, found, start = new_cache(model), [], 0
-    for part in tokens.split(TRIAL_PARTS):
-        found.append(forward.compute(cache, part, start))
-        start += len(part)
-    difference = float((whole - torch.cat(found)).abs().mean())
-    limit = float(whole.std()) * torch.finfo(whole.dtype).eps ** 0.5
-    if not difference <= limit:
-        raise ModelError(
-            f"{type(model).__name__} computes other logits if a prompt is split: they differ by {difference:.2g} on "
-            f"average, and the limit is {limit:.2g}. Its code in this version of transformers cannot resume a prefix"
-        )
 
 
 class _Separate:
@@ -79,7 +55,8 @@ class _Separate:
 
     def __init__(self, model: Any) -> None:
         self._model, self._inner = model, model.forward
-        self._continues_singly = model.config.model_type in SINGLE_TOKENS
+        self._singly = False
+        """Whether modeling code continues a sequence only with single tokens."""
         self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -104,8 +81,7 @@ class _Separate:
 
     def compute(self, cache: SequenceCache, tokens: torch.Tensor, start: int) -> torch.Tensor:
         """Return the logits of new tokens, from position `start` on, and add the tokens to the cache."""
-        # Modeling code may continue a state only with single tokens.
-        singly = start and (self._continues_singly or bool(cache.states()))
+        singly = start and self._singly
         logits = []
         for at in range(0, len(tokens), 1 if singly else len(tokens)):
             part = tokens[None, at : at + 1] if singly else tokens[None]
@@ -113,6 +89,39 @@ class _Separate:
             cache.take_result(result)
             logits.append(result.logits[0])
         return torch.cat(logits)
+
+    @torch.inference_mode()
+    def try_splits(self) -> None:
+        """Compute a prompt in one part and in several parts, to learn how the model can continue a sequence. Modeling code
+        may continue its states only with single tokens. Raises ModelError if the logits also differ with single tokens.
+        Such code cannot resume a cached prefix. For example, its attention may not be causal."""
+        weight = self._model.get_input_embeddings().weight
+        half = len(weight) // 2  # special tokens are often the first ones
+        tokens = half + torch.arange(sum(TRIAL_PARTS), device=weight.device) * 3 % half
+        whole = self.compute(new_cache(self._model), tokens, 0)
+        limit = float(whole.std()) * torch.finfo(whole.dtype).eps ** 0.5
+        try:
+            difference = self._difference(whole, tokens)
+        except Exception:  # noqa: BLE001 (modeling code checks its arguments in many ways)
+            difference = float("inf")
+        if difference <= limit:
+            return
+        self._singly = True
+        difference = self._difference(whole, tokens)
+        if not difference <= limit:
+            raise ModelError(
+                f"{type(self._model).__name__} computes other logits if a prompt is split: they differ by "
+                f"{difference:.2g} on average, and the limit is {limit:.2g}. Its code in this version of transformers "
+                "cannot resume a prefix"
+            )
+
+    def _difference(self, whole: torch.Tensor, tokens: torch.Tensor) -> float:
+        """Return the mean difference between `whole`, the logits of a prompt, and its logits in several parts."""
+        cache, found, start = new_cache(self._model), [], 0
+        for part in torch.split(tokens, list(TRIAL_PARTS)):
+            found.append(self.compute(cache, part, start))
+            start += len(part)
+        return float((whole - torch.cat(found)).abs().mean())
 
 
 def _fill(pages: Pages, cache: SequenceCache, row: int, start: int, dtype: torch.dtype) -> None:
