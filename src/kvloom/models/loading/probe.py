@@ -205,8 +205,8 @@ def _separate_faults(cache: SequenceCache, layers: Mapping[str, LayerSpec]) -> l
         if len(calls) > 1:
             faults.append(f"layer {index} writes to its cache twice in one step")
         elif index in tokens:
-            spec, (key, value) = tokens[index], calls[0]
-            faults += _size_faults(index, spec, key.shape, value.shape)
+            spec = tokens[index]
+            faults += _size_faults(index, spec, *cache.token_shapes(index))
             kept_tokens = cache.window(index)
             if spec.visibility.windowed and spec.visibility.size != kept_tokens:
                 faults.append(

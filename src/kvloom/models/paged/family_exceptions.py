@@ -49,7 +49,6 @@ _DRAFT = "it reads the K and V of another model, for which it drafts tokens"
 REFUSED_FAMILIES = {
     "blt": "it groups bytes into patches, and its layers store patches, not tokens",
     "cpmant": "it puts tokens of its own before each text",
-    "deepseek_v4": "its cache has compressed tokens, which belong to several positions",
     "gemma4_assistant": _DRAFT,
     "gemma4_unified_assistant": _DRAFT,
     "musicgen": _CODEBOOKS,
@@ -70,6 +69,7 @@ SEPARATE: dict[str, str] = {
     "xlstm": _OTHER_STATES,
     "axk2": INDEXER,
     "deepseek_v32": INDEXER,
+    "deepseek_v4": "its layers read compressed tokens",
     "diffllama": "each of its layers attends twice",
     "doge": "its layers add masks that depend on the values of tokens",
     "git": "its attention is written inside its modules",

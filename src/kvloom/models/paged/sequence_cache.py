@@ -4,6 +4,7 @@
 
 | family         | states are                                            | class                 |
 |----------------|-------------------------------------------------------|-----------------------|
+| DeepSeek V4    | in a `DynamicCache`, as buffers beside compressed K   | `DeepseekV4Cache`     |
 | Qwen4          | in a `DynamicCache`, with positions and token ids     | `Qwen4Cache`          |
 | RWKV           | a list of tensors, an argument and a result           | `RwkvCache`           |
 | xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
@@ -95,6 +96,10 @@ class SequenceCache:
         keys, values = zip(*self.written[layer], strict=True)
         return torch.cat(keys, 2)[0].transpose(0, 1), torch.cat(values, 2)[0].transpose(0, 1)
 
+    def token_shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
+        """Return the shapes of new keys and values, each [1, heads, tokens, dim]."""
+        return tuple(x.transpose(0, 1)[None].shape for x in self.new_tokens(layer))  # type: ignore[return-value]
+
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that a layer of the cache keeps, including the next one. None means all."""
         return getattr(self.cache.layers[layer], "sliding_window", None)
@@ -142,6 +147,84 @@ class SequenceCache:
                 layer.lazy_initialization(**{f"{kind}_states": state}, state_idx=at)
                 getattr(layer, f"{kind}_states")[at].copy_(state)
                 layer.has_previous_state[at] = True
+
+
+class DeepseekV4Cache(SequenceCache):
+    """Some layers also keep compressed entries, one for each window of `compress_rate` tokens. An entry is stored with the
+    last token of its window, behind the key. What is left of unfinished windows is a state."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._start = 0
+        self._entries: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
+        for number, layer in enumerate(self.cache.layers):
+            if hasattr(layer, "compressed_kv"):
+                record = partial(self._record_entries, layer.update_compressor_states, number)
+                layer.update_compressor_states = record
+
+    def _record_entries(self, update: Any, number: int, name: str, entries: torch.Tensor) -> Any:
+        first = self.cache.layers[number].entry_count[name]
+        self._entries.setdefault((number, name), []).append((first, entries))
+        return update(name, entries)
+
+    def window(self, layer: int) -> int | None:
+        return None if hasattr(self.cache.layers[layer], "compressed_kv") else super().window(layer)
+
+    def new_tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, held = super().new_tokens(layer)[0], self.cache.layers[layer]
+        parts = [keys[..., :0]]
+        for name in getattr(held, "compressed_kv", ()):
+            calls = self._entries[layer, name]
+            slots = keys.new_zeros((len(keys), 1, calls[0][1].shape[2]))
+            for first, entries in calls:
+                for number in range(entries.shape[1]):
+                    slots[(first + number + 1) * held.compress_rate - 1 - self._start, 0] = entries[0, number]
+            parts.append(slots)
+        return keys, torch.cat(parts, -1)
+
+    def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
+        self._start, held = length, self.cache.layers[layer]
+        dim = self._model.config.get_text_config().head_dim
+        keys, rest = tokens["latent"][:, :dim][None, None], tokens["latent"][None, :, dim:]
+        held.lazy_initialization(keys, keys)
+        held.keys = held.values = keys[:, :, -held.sliding_window + 1 :]
+        held.cumulative_length = length
+        if not hasattr(held, "compressed_kv"):
+            return
+        rate = held.compress_rate
+        at = 0
+        for name, width in zip(held.compressed_kv, (dim, rest.shape[2] - dim), strict=False):
+            held.compressed_kv[name] = rest[:, rate - 1 :: rate, at : at + width]
+            held.entry_count[name] = length // rate
+            at += width
+
+    def states(self) -> States:
+        found: States = {}
+        for number, layer in enumerate(self.cache.layers):
+            for name in getattr(layer, "compressed_kv", ()):
+                fields = found.setdefault(number, {})
+                for kind in ("kv", "gate"):
+                    left = getattr(layer, f"buffer_{kind}")[name]
+                    if left is None:
+                        return {}
+                    padded = left.new_zeros((1, layer.compress_rate, left.shape[2]))
+                    padded[:, : left.shape[1]] = left
+                    fields[f"{name}_{kind}"] = padded
+                    if hasattr(layer, "overlap_kv"):
+                        before = getattr(layer, f"overlap_{kind}")[name]
+                        empty = left.new_zeros((1, layer.compress_rate, left.shape[2] // 2))
+                        fields[f"{name}_overlap_{kind}"] = empty if before is None else before
+        return found
+
+    def fill_states(self, states: States) -> None:
+        for number, fields in states.items():
+            layer = self.cache.layers[number]
+            for name in layer.compressed_kv:
+                for kind in ("kv", "gate"):
+                    left = self._start % layer.compress_rate
+                    getattr(layer, f"buffer_{kind}")[name] = fields[f"{name}_{kind}"][:, :left]
+                    if hasattr(layer, "overlap_kv") and self._start >= layer.compress_rate:
+                        getattr(layer, f"overlap_{kind}")[name] = fields[f"{name}_overlap_{kind}"]
 
 
 class RwkvCache(SequenceCache):
@@ -231,6 +314,7 @@ class Qwen4Cache(SequenceCache):
 
 
 _CLASSES: dict[str, type[SequenceCache]] = {
+    "deepseek_v4": DeepseekV4Cache,
     "qwen4_exp": Qwen4Cache,
     "qwen4_exp_text": Qwen4Cache,
     "recurrent_gemma": RecurrentGemmaCache,

@@ -18,6 +18,9 @@ __all__ = [
     "ModelError",
     "bamba",
     "dbrx",
+    "deepseek_v4",
+    "deepseek_v4_layers",
+    "deepseek_v4_windows",
     "delta",
     "dtype_name",
     "every_layer",
@@ -394,6 +397,43 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
         return latent(config, dtype)
     own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
     return (*latent(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of DeepSeek V4: the shared key and value of a token, and behind it one compressed entry (and the
+    indexer's), which only the last token of a window has."""
+    more = {
+        "heavily_compressed_attention": config.size("head_dim"),
+        "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
+    }
+    width = config.size("head_dim") + more.get(config.get("layer_kind"), 0)
+    fields: tuple[Field, ...] = (Field("latent", (width,), dtype),)
+    return fields if dtype not in QUANTISED else (*fields, Field("latent_scale", (1,), "fp32"))
+
+
+def deepseek_v4_windows(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of DeepSeek V4's unfinished windows: the inputs of its compressors, and in sparse layers those of
+    the window before."""
+    kind, dim = config.get("layer_kind"), config.size("head_dim")
+    rate = config.nested("compress_rates").size(kind)
+    if kind == "heavily_compressed_attention":
+        return tuple(Field(f"compressor_{name}", (rate, dim), dtype) for name in ("kv", "gate"))
+    return tuple(
+        field
+        for part, width in (("compressor", dim), ("indexer", config.size("index_head_dim")))
+        for name in ("kv", "gate")
+        for field in (
+            Field(f"{part}_{name}", (rate, 2 * width), dtype),
+            Field(f"{part}_overlap_{name}", (rate, width), dtype),
+        )
+    )
+
+
+def deepseek_v4_layers(config: Config) -> list[str]:
+    """Return the layer kinds of DeepSeek V4, for configs that do not list them: two heavily compressed layers, then both
+    kinds in turn."""
+    kinds = ("compressed_sparse_attention", "heavily_compressed_attention")
+    return [kinds[1] if i < 2 else kinds[(i + 1) % 2] for i in range(config.depth)]
 
 
 def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:

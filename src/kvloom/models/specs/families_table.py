@@ -16,6 +16,9 @@ from .config_reading import (
     ModelError,
     bamba,
     dbrx,
+    deepseek_v4,
+    deepseek_v4_layers,
+    deepseek_v4_windows,
     delta,
     every_layer,
     falcon,
@@ -166,6 +169,14 @@ FAMILIES: dict[str, Family] = {
         every_layer("indexed_attention"),
         _sizes(34, 2816, 32, 32, 262144, index_head_dim=128, indexer_period=4, **_LATENT),
         token=indexed_latent,
+    ),
+    "deepseek_v4": Family(
+        deepseek_v4_layers,
+        _sizes(43, 4096, 64, 1, 1048576, head_dim=512, index_head_dim=128, sliding_window=128)
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}},
+        token=deepseek_v4,
+        state=deepseek_v4_windows,
+        mixer="windows",
     ),
     "longcat_flash": Family(
         twice_as_many_layers,

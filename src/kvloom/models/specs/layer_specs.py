@@ -13,6 +13,7 @@ Needs no weights, torch or network. `families_table` defines how the config of e
 | hybrid              | the same as full_attention and linear_attention together         |
 | hybrid_sliding      | the same as sliding_attention and linear_attention together      |
 | indexed_attention   | the same as full_attention, and the key of an indexer            |
+| …compressed…        | the same, with compressed entries, and one state: an open window |
 | shared              | nothing: the layer reads the K and V of an earlier layer         |
 | mlp, moe            | nothing                                                          |
 """
@@ -238,6 +239,8 @@ def _parts(
         "hybrid": lambda: attention(Visibility("full")) | state(),
         "hybrid_sliding": lambda: attention(window()) | state(),
         "indexed_attention": lambda: attention(Visibility("full")),
+        "heavily_compressed_attention": lambda: attention(Visibility("full")) | state(),
+        "compressed_sparse_attention": lambda: attention(Visibility("full")) | state(),
         "shared": dict,
         "mlp": dict,
         "moe": dict,
