@@ -66,6 +66,7 @@ SEPARATE: dict[str, str] = {
     "qwen4_exp_text": INDEXER,
     "recurrent_gemma": _OTHER_STATES,
     "rwkv": _OTHER_STATES,
+    "whisper": "it counts the positions of tokens itself",
     "xlstm": _OTHER_STATES,
     "axk2": INDEXER,
     "deepseek_v32": INDEXER,
@@ -108,12 +109,17 @@ def separation_reason(model: Any) -> str | None:
     reason = SEPARATE.get(model.config.get_text_config().model_type)
     if reason is not None:
         return reason
-    arguments = inspect.signature(model.forward).parameters
-    if not ("cache_params" in arguments or "position_ids" in arguments):
-        return "it counts the positions of tokens itself"
+    if not (_takes(model, "cache_params") or _takes(model, "position_ids")):
+        decoder = model.get_decoder()  # a model of sound may pass keywords on to its text model
+        if decoder is model or not _takes(decoder, "position_ids"):
+            return "it counts the positions of tokens itself"
     if not calls_registry(model) and not any(is_mixer(module) for module in model.modules()):
         return "its attention is written inside its modules"
     return None
+
+
+def _takes(module: Any, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
 
 
 def prepare(model: Any, context: int | None = None) -> None:
