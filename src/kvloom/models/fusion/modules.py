@@ -9,10 +9,11 @@ the model was prepared for pages.
 | `apply_rotary_pos_emb`             | one launch                                                |
 | rotary embeddings (`rotary_cache`) | on a GPU, a table lookup                                  |
 | decoder layers with these modules  | residuals added by the product, or by the norm after it   |
+| MLA (`latent_attention`)           | on a GPU, one product, and one launch until attention     |
 | attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
 |                                    | single tokens are rotated by the launch that writes them, |
 |                                    | prompts by the launch that norms q and k                  |
-| experts and routers (`moe`)        | two grouped matrix products, one launch for the routing   |
+| mixtures of experts (`moe`)        | two grouped matrix products, one launch for the routing   |
 
 Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
 input. A module with different results is not changed. Weights are joined in one tensor, and the weights of the
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from kvloom.kernels.fused import (
     Activation,
@@ -44,7 +44,9 @@ from kvloom.kernels.fused import (
 
 from . import cpu_decoder_layer
 from .fused_attention import FusedAttention, fuse_attention
-from .moe import fuse_experts, fuse_router
+from .latent_attention import fuse_latent_attention
+from .moe import FusedBlock, fuse_block, fuse_experts, fuse_router
+from .product import Product, can_join, registered
 from .rotary_cache import fuse_rotary_embedding
 
 __all__ = ["fuse"]
@@ -153,22 +155,21 @@ class _FusedMLP:
     """The fused forward of a gated MLP. If `into` is given, the result is added to that tensor."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
-        self._joined, self._bias = _join(gate, up)
-        self._down, self._activation = down, activation
+        self.gate_up, self.down = Product(gate, up).register(), Product(down).register()
+        self.activation: Activation = activation
 
     @property
     def adds(self) -> bool:
         """Whether the forward can add its result to a tensor."""
-        return self._down.bias is None
+        return self.down.bias is None
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        acted = act_and_mul(linear(x, self._joined, self._bias), self._activation)
-        return linear(acted, self._down.weight, self._down.bias, into=into)
+        return self.down(act_and_mul(self.gate_up(x), self.activation), into=into)
 
 
 def _fuse_mlp(module: Any) -> bool:
     found = _projections(module, "gate", "up", "down")
-    if found is None or not _can_join(found[0], found[1]):
+    if found is None or not can_join(found[0], found[1], rows=True):
         return False
     gate, up, down = found
     x = _random_input(2, gate.in_features, like=gate.weight)
@@ -184,13 +185,13 @@ def _fuse_mlp(module: Any) -> bool:
 class _ResidualOutput:
     """The fused forward of an output projection. If a layer has set `into`, the result is added to that tensor."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, product: Product) -> None:
+        self.product = product
         self.into: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         into, self.into = self.into, None
-        return linear(x, self._module.weight, self._module.bias, into=into)
+        return self.product(x, into=into)
 
 
 class _FusedDecoderLayer:
@@ -209,7 +210,7 @@ class _FusedDecoderLayer:
         posts: tuple[_FusedNorm, ...],
     ) -> None:
         self._module, self._output, self._pres, self._posts = module, output, pres, posts
-        self._mlp: _FusedMLP = module.mlp.forward
+        self._mlp: _FusedMLP | FusedBlock = module.mlp.forward
         self.after: _FusedNorm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
@@ -266,7 +267,7 @@ def _fuse_layer(module: Any) -> bool:
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
-    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP):
+    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP | FusedBlock):
         return False
     posts: tuple[str, ...]
     for pres, posts in ((PRES, ()), SANDWICH):
@@ -276,9 +277,10 @@ def _fuse_layer(module: Any) -> bool:
             continue
         if not posts and (output.bias is not None or not module.mlp.forward.adds):
             continue
-        added = _ResidualOutput(output)
+        added = _ResidualOutput(registered(output) or Product(output))
         found = _FusedDecoderLayer(module, added, tuple(norms[:2]), tuple(norms[2:]))
         if _computes_same(module, attention, output, found):
+            added.product.register()
             output.forward = added
             module.forward = _cpu_layer(found)
             return True
@@ -289,14 +291,15 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
     """Return a `CpuDecoderLayer` for the layer, if the layer is on a CPU and all its parts are plain. Otherwise return
     the layer."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
-    if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
+    plain = type(attention) is FusedAttention and attention.plain
+    if layer._posts or not plain or not isinstance(mlp, _FusedMLP) or mlp.gate_up.bias is not None:
         return layer
     first, second = (
         cpu_decoder_layer.CpuNorm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres
     )
-    output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
+    tanh = mlp.activation == "gelu_tanh"
     return cpu_decoder_layer.CpuDecoderLayer(
-        layer, attention, output, (first, second), mlp._joined, mlp._down, tanh
+        layer, attention, layer._output.product, (first, second), mlp.gate_up, mlp.down, tanh
     )
 
 
@@ -328,21 +331,20 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
 
 def _fuse_projections(module: Any) -> bool:
     found = _projections(module, "q", "k", "v")
-    if found is None or not all(_can_join(found[0], other, rows=False) for other in found):
+    if found is None or not all(can_join(found[0], other) for other in found):
         return False
     q, k, v = found
-    joined, bias = _join(q, k, v)
-    cuts = [q.out_features, k.out_features, v.out_features]
+    product = Product(q, k, v).register()
     last: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        last[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
+        last[:] = [(x, torch.split(product(x), product.sizes, -1))]
         return last[0][1][0]
 
-    def later(place: int, own: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def later(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not last or last[0][0] is not x:
-                return functional.linear(x, own.weight, own.bias)
+                return product.of_part(x, place)
             found = last[0][1][place]
             if place == 2:
                 last.clear()  # otherwise the activations of a layer would stay in memory until its next call
@@ -351,7 +353,7 @@ def _fuse_projections(module: Any) -> bool:
         return forward
 
     layers: tuple[Any, ...] = (q, k, v)
-    for layer, forward in zip(layers, (first, later(1, k), later(2, v)), strict=True):
+    for layer, forward in zip(layers, (first, later(1), later(2)), strict=True):
         layer.forward = forward
     return True
 
@@ -361,27 +363,6 @@ def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None
-
-
-def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
-    same = a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
-    return same and a.weight.dtype == b.weight.dtype and (not rows or a.out_features == b.out_features)
-
-
-def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Join the weights of several layers into one tensor, and the biases into another. The weights of the layers
-    become views of the joined tensor."""
-    weight = torch.cat([layer.weight.data for layer in layers])
-    biases = [part.data for part in (getattr(layer, "bias", None) for layer in layers) if part is not None]
-    bias = torch.cat(biases) if biases else None
-    at = 0
-    for layer in layers:
-        end = at + layer.out_features
-        layer.weight = nn.Parameter(weight[at:end], requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias[at:end], requires_grad=False)
-        at = end
-    return weight, bias
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:
@@ -414,11 +395,18 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
     return 1
 
 
+def _fuse_latent_attention(module: Any) -> bool:
+    """Fuse an MLA module on a GPU. On a CPU, launches cost little."""
+    return next(module.parameters(), torch.empty(0)).is_cuda and fuse_latent_attention(module)
+
+
 FUSIONS: dict[str, Callable[[Any], bool]] = {
     "norms": _fuse_norm,
     "gated MLPs": _fuse_mlp,
     "projections": _fuse_projections,
     "attentions": fuse_attention,
+    "latent attentions": _fuse_latent_attention,
     "experts": fuse_experts,
     "routers": fuse_router,
+    "mixtures of experts": fuse_block,
 }

@@ -21,9 +21,17 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import REFUSED_FAMILIES, keeps_latents, prepare, refusal_reason, separation_reason
+from .family_exceptions import (
+    REFUSED_FAMILIES,
+    keeps_latents,
+    prepare,
+    refusal_reason,
+    separation_reason,
+    up_projection,
+)
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
+from .latents import absorb
 from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
@@ -50,6 +58,7 @@ __all__ = [
     "TokenMover",
     "VisibleImages",
     "Work",
+    "absorb",
     "attend",
     "cache_argument",
     "checkpoint_of",
@@ -66,5 +75,6 @@ __all__ = [
     "runs_separately",
     "scale_sizes",
     "separation_reason",
+    "up_projection",
     "write_scales",
 ]
