@@ -24,8 +24,18 @@ from .tiny_families import EVERY
 from .zoo import config_of, expected, prompts_of, tiny
 
 POOL, NEW = 1 << 24, 8
-NEWEST = Version("5.22")
-"""The version of transformers with which all families run. Older ones store other data in a few families."""
+IS_OLDER = Version(transformers.__version__) < Version("5.22")
+NEED_NEWER = {
+    *(
+        "axk2",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "hy_v4",
+        "qwen4_exp",
+        "qwen4_exp_text",
+    ),  # store other data in 5.17
+    *("big_bird", "cohere_compass_text"),  # not causal in 5.17; cannot be built from this config
+}
 NOT_ALONE = ("mllama_text_model", "qwen2_5_vl_text")
 """Text models that transformers builds only as parts of others."""
 FAMILIES = [
@@ -89,10 +99,9 @@ def reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], to
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.few(10)
 def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_path: Path) -> None:
-    reason = refusal(config_of(family))
-    if reason is not None and Version(transformers.__version__) < NEWEST:
-        pytest.skip(f"an older version of transformers: {reason}")
-    assert reason is None
+    if IS_OLDER and family in NEED_NEWER:
+        pytest.skip(f"transformers {transformers.__version__} is too old for {family}")
+    assert refusal(config_of(family)) is None
     model = lively(family)
     prompts = prompts_of(1, (5, 40, 29))
     wanted, logprobs = reference(model, prompts)
@@ -110,11 +119,13 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
     same(make_engine(model, POOL, token_budget=9))
 
 
+@pytest.mark.skipif(IS_OLDER, reason="the rows are those of transformers 5.22")
 def test_every_family_of_transformers_has_a_row() -> None:
     of_rows = {row["model_type"] for row in EVERY.values()}
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - of_rows - set(families_table.REFUSED) == set()
 
 
+@pytest.mark.skipif(IS_OLDER, reason="the table is of transformers 5.22")
 @pytest.mark.slow
 def test_the_table_in_the_documents_is_current() -> None:
     text = families_table.FILE.read_text(encoding="utf-8")

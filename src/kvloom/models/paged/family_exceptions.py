@@ -106,6 +106,8 @@ def calls_registry(model: Any) -> bool:
 def separation_reason(model: Any) -> str | None:
     """Return the reason why the sequences of a step cannot be packed for a model, or None. Such a model runs with
     transformers' own cache (`own_cache`)."""
+    if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
+        return None
     reason = SEPARATE.get(model.config.get_text_config().model_type)
     if reason is not None:
         return reason
