@@ -61,6 +61,32 @@ def __getattr__(name):
         raise AttributeError(name)
     return type(name, (), {})
 '''
+WEIGHTS = '''"""A plug-in of vLLM: dummy weights as `kvloom bench engine` draws them. vLLM's own are so small that most tokens select
+the same experts."""
+
+import itertools
+
+import torch
+
+NUMBERS = itertools.count()
+
+
+@torch.no_grad()
+def draw(param, low=0.0, high=0.0, seed=0):
+    if param.device.type == "meta" or not param.is_floating_point():
+        return
+    if param.dim() < 2:
+        param.fill_(1.0)
+        return
+    generator = torch.Generator(device=param.device).manual_seed(seed + next(NUMBERS))
+    param.normal_(0.0, 0.02, generator=generator)
+
+
+def register():
+    from vllm.model_executor.model_loader import weight_utils
+
+    weight_utils.initialize_single_dummy_weight = draw
+'''
 DROPPED = ["vllm/vllm-rs", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100", "vllm/benchmarks"]
 """A server in Rust, and kernels that need a compiler: FP8 and Blackwell only."""
 LARGE = [
@@ -179,7 +205,7 @@ def wheel_of(folder: Path, requirement: str) -> Path:
 
 
 def lay_out(wheels: Path, site: Path) -> None:
-    """Write the site folder: the files of all wheels without what is never needed, and the stubs."""
+    """Write the site folder: the files of all wheels without what is never needed, the stubs, and the plug-in."""
     for requirement in (VLLM, *PACKAGES):
         with zipfile.ZipFile(wheel_of(wheels, requirement)) as wheel:
             wheel.extractall(site, [name for name in wheel.namelist() if _needed(name)])
@@ -187,6 +213,13 @@ def lay_out(wheels: Path, site: Path) -> None:
         path = site / name.replace(".", "/") / "__init__.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(STUB)
+    (site / "kvloom_weights.py").write_text(WEIGHTS)
+    about = site / "kvloom_weights-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvloom-weights\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkvloom_weights = kvloom_weights:register\n"
+    )
 
 
 def _needed(name: str) -> bool:

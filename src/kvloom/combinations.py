@@ -136,6 +136,27 @@ REFUSED = {
         "a model without linear layers in its decoder",
         "{model} has no linear layers that an adapter could target",
     ),
+    "lora, own cache": Refused(
+        "engine",
+        "LoRA adapters",
+        "a model that runs with transformers' own cache",
+        "lora: {model} runs one sequence after the other, and adapters are added to a whole step: merge the adapter into the "
+        "model",
+    ),
+    "head, own cache": Refused(
+        "engine",
+        "speculate mtp, eagle=FOLDER",
+        "a model that runs with transformers' own cache",
+        "speculate {head}: {model} runs one sequence after the other, and a head needs the hidden states of a whole step: "
+        "use ngram or suffix",
+    ),
+    "speculation, own states": Refused(
+        "engine",
+        "speculate",
+        "a model with recurrent layers that runs with transformers' own cache",
+        "speculate: the recurrent layers of {model} run with transformers' own cache, which cannot take back drafts: "
+        "turn it off",
+    ),
     "beams, sampling": Refused(
         "request",
         "beam search",
@@ -243,6 +264,18 @@ REFUSED = {
         "batch_invariant",
         "requests longer than the pool, on a GPU",
         "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests",
+    ),
+    "batch_invariant, own cache": Refused(
+        "engine",
+        "batch_invariant",
+        "a model that runs with transformers' own cache, on a GPU",
+        "batch_invariant has no kernels for {model}, which runs with transformers' own cache: turn it off",
+    ),
+    "own cache, cold pages": Refused(
+        "engine",
+        "a model that runs with transformers' own cache",
+        "requests longer than the pool",
+        "{model} runs with transformers' own cache, which reads pages only from the pool: give a larger pool",
     ),
     "fixed pool, resize": Refused(
         "engine",

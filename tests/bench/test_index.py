@@ -33,9 +33,9 @@ def test_ratios_compare_like_with_like() -> None:
     }
     peers = {"vllm_life": {"full": {"total": 1000.0}}, "sglang_tree": {"rust": {"match": 3.0}}}
     rows = {(row["work"], row["peer"]): row for row in index.compare(own, peers)}
-    assert rows["life of 8,192 tokens, half cached, full", "vLLM"]["ratio"] == 10
+    assert rows["request of 8,192 tokens, half cached, full", "vLLM"]["ratio"] == 10
     assert rows["… with events published, full", "vLLM"]["ratio"] == 5
-    assert rows["decode step of 256, full", "vLLM"]["ratio"] is None
+    assert rows["decode step of 256 sequences, full", "vLLM"]["ratio"] is None
     assert rows["prefix tree: match", "SGLang rust"]["ratio"] == 3
 
 
@@ -43,8 +43,28 @@ def test_the_command_prints_json() -> None:
     command = [sys.executable, "-m", "kvloom.cli", "bench", "index", "--quick", "--no-peers", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     report = json.loads(done.stdout)
-    assert {row["work"] for row in report["comparison"]} >= {"prefix tree: match", "decode step of 256, full"}
-    assert "life and decode step" in done.stderr  # progress
+    works = {row["work"] for row in report["comparison"]}
+    assert works >= {"prefix tree: match", "decode step of 256 sequences, full"}
+    assert "request and decode step" in done.stderr  # progress
+
+
+@pytest.mark.parametrize("peers", [{}, {"sglang_tree": {"rust": {"match": 3.0}}}])
+def test_the_table_has_columns_for_peers_only_if_one_was_measured(
+    peers: dict[str, dict[str, dict[str, float]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    each = {layout: {"total": 100.0} for layout in index_work.LAYOUTS}
+    phases = dict.fromkeys(("match", "allocate", "publish", "release", "total", "bytes_per_block"), 1.0)
+    own = {
+        **dict.fromkeys(("life", "life_named", "life_evicting", "decode_step"), each),
+        "tree": {"match": 1.0, "insert": 2.0, "evict": 4.0},
+        "pool": {"10000": phases, "100000": phases},
+        "decode_scaling": {},
+    }
+    comparison, scale = index.compare(own, peers), index.scale_rows(own)
+    index.render({"comparison": comparison, "scale": scale, "kvloom": own, "peers": peers})
+    printed = capsys.readouterr().out
+    assert ("time of the peer" in printed) == bool(peers)
+    assert printed.count("prefix tree: match") == (2 if peers else 1)
 
 
 def test_the_best_of_several_rounds_is_taken_figure_by_figure() -> None:

@@ -647,3 +647,9 @@ def test_a_pin_keeps_the_pages_of_an_adapter(activated: bool, tmp_path: Path) ->
     for pin in pins:
         llm.unpin(pin)
     llm.close()
+
+
+@pytest.mark.parametrize("settings", [{"lora": {"a": "missing"}}, {"max_loras": 2}])
+def test_a_model_with_its_own_cache_refuses_adapters(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="one sequence after the other"):
+        make_engine(tiny("bloom"), POOL, **settings)

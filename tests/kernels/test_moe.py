@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.kernels.fused import Activation
-from kvloom.kernels.moe import Tile, choose_tile, fused_moe, interface as grouped, topk_softmax
+from kvloom.kernels.moe import Routing, Tile, choose_experts, choose_tile, fused_moe, interface as grouped
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from kvloom.kernels.moe import triton_moe
@@ -51,6 +51,16 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+def launched(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: Activation = "silu", tile: Tile | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The result of the kernels, on any device."""
+    return triton_moe.sum_parts(
+        grouped.launch(x, index, gate_up, down, activation, tile), weights.contiguous()
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "count", "picked", "dim", "inner"),
@@ -64,7 +74,7 @@ def test_tokens_go_through_the_experts_they_chose(
     exact = one_by_one(*given)
     bound = 2e-6 if dtype == torch.float32 else 2e-2
     assert far(fused_moe(*(part.cpu() for part in given)), exact) < bound
-    found = grouped.launch(*given, tile=SMALL)
+    found = launched(*given, tile=SMALL)
     assert found.dtype == dtype
     assert far(found, exact) < bound
 
@@ -101,7 +111,7 @@ def test_pairs_are_put_into_tiles_of_one_expert_each(pairs: int, chunk: int, row
 def test_activations_and_weights_of_another_precision(activation: Activation) -> None:
     x, index, weights, gate_up, down = mixture(9, 4, 2, 32, 16)
     wanted = fused_moe(*(part.cpu() for part in (x, index, weights.double(), gate_up, down)), activation)
-    found = grouped.launch(x, index, weights.double(), gate_up, down, activation, SMALL)
+    found = launched(x, index, weights.double(), gate_up, down, activation, SMALL)
     assert wanted.dtype == found.dtype == torch.float32
     assert far(found, wanted) < 2e-6
 
@@ -109,18 +119,18 @@ def test_activations_and_weights_of_another_precision(activation: Activation) ->
 def test_tensor_descriptors_read_the_same_weights() -> None:
     given = mixture(20, 4, 2, 64, 32)
     described = Tile(16, 16, 32, 2, 4, described=True)
-    assert far(grouped.launch(*given, tile=described), grouped.launch(*given, tile=SMALL)) < 1e-6
+    assert far(launched(*given, tile=described), launched(*given, tile=SMALL)) < 1e-6
 
 
 def test_rows_that_lie_apart_and_no_rows_at_all() -> None:
     x, index, weights, gate_up, down = mixture(6, 4, 2, 32, 16)
-    wanted = grouped.launch(x, index, weights, gate_up, down, tile=SMALL)
+    wanted = launched(x, index, weights, gate_up, down, tile=SMALL)
     wide = torch.zeros(6, 80, device=DEVICE)
     wide[:, 16:48] = x
-    assert torch.equal(grouped.launch(wide[:, 16:48], index, weights, gate_up, down, tile=SMALL), wanted)
+    assert torch.equal(launched(wide[:, 16:48], index, weights, gate_up, down, tile=SMALL), wanted)
     turned = x.T.contiguous().T
-    assert torch.equal(grouped.launch(turned, index, weights, gate_up, down, tile=SMALL), wanted)
-    none = grouped.launch(x[:0], index[:0], weights[:0], gate_up, down)
+    assert torch.equal(launched(turned, index, weights, gate_up, down, tile=SMALL), wanted)
+    none = launched(x[:0], index[:0], weights[:0], gate_up, down)
     assert none.shape == (0, 32)
 
 
@@ -130,8 +140,9 @@ def test_the_experts_of_the_largest_odds_are_chosen(
     tokens: int, count: int, picked: int, shared: bool
 ) -> None:
     logits = randn(tokens, count, seed=3)
-    weights, index = topk_softmax(logits.cpu(), picked, shared, torch.float32)
-    found, chosen = triton_moe.topk_softmax(logits, picked, shared, torch.float32)
+    routing = Routing(picked, normalised=shared)
+    weights, index = choose_experts(logits.cpu(), routing, torch.float32)
+    found, chosen = triton_moe.choose_experts(logits, routing, torch.float32, None)
     assert torch.equal(chosen.cpu(), index)
     torch.testing.assert_close(found.cpu(), weights)
     if shared:
@@ -139,8 +150,33 @@ def test_the_experts_of_the_largest_odds_are_chosen(
 
 
 def test_of_equal_odds_each_expert_is_chosen_once() -> None:
-    _, chosen = triton_moe.topk_softmax(torch.zeros(3, 6, device=DEVICE), 4, True, torch.float32)
+    even = torch.zeros(3, 6, device=DEVICE)
+    _, chosen = triton_moe.choose_experts(even, Routing(4, normalised=True), torch.float32, None)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize(("groups", "kept", "best"), [(1, 1, 1), (8, 4, 2), (4, 1, 1), (3, 2, 2)])
+def test_experts_are_chosen_from_the_best_groups(sigmoid: bool, groups: int, kept: int, best: int) -> None:
+    routing = Routing(3, sigmoid, groups, kept, best, normalised=True, eps=1e-20, factor=2.5)
+    logits, bias = randn(9, 24, seed=4), randn(24, seed=5)
+    weights, index = choose_experts(logits.cpu(), routing, torch.float32, bias.cpu())
+    found, chosen = triton_moe.choose_experts(logits, routing, torch.float32, bias)
+    assert torch.equal(chosen.cpu().sort(-1)[0], index.sort(-1)[0])
+    assert all(len(set((row // (24 // groups)).tolist())) <= kept for row in index)
+    torch.testing.assert_close(found.cpu().sort(-1)[0], weights.sort(-1)[0])
+    torch.testing.assert_close(found.sum(-1).cpu(), torch.full((9,), 2.5))
+
+
+def test_a_sum_is_added_to_a_tensor() -> None:
+    x, index, weights, gate_up, down = mixture(5, 4, 2, 32, 16)
+    outputs = grouped.launch(x, index, gate_up, down, tile=SMALL)
+    into = randn(5, 32, seed=8).to(x.dtype)
+    wanted = into + triton_moe.sum_parts(outputs, weights)
+    assert triton_moe.sum_parts(outputs, weights, into) is into
+    torch.testing.assert_close(into, wanted, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        fused_moe(x, index, weights, gate_up, down, into=into[:, ::2])
 
 
 def test_tiles_are_higher_where_experts_have_more_to_do() -> None:
@@ -161,4 +197,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="must have one row for each"):
         fused_moe(x, index[:2], weights, gate_up, down)
     with pytest.raises(ValueError, match="at least 1, at most"):
-        topk_softmax(x, 33, True, torch.float32)
+        choose_experts(x, Routing(33), torch.float32)

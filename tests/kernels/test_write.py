@@ -12,7 +12,7 @@ import torch
 from kvloom.core import LayerSpec, PoolLayout, attention_fields
 from kvloom.kernels.attention import attend
 from kvloom.kernels.dtypes import quantised_max
-from kvloom.kernels.fused import operations as fused
+from kvloom.kernels.fused import RMSNorm, operations as fused
 from kvloom.kernels.memory import allocate, layer_views
 from kvloom.kernels.write import Rotary, apply_rotary, reference, write
 
@@ -423,3 +423,44 @@ def test_a_rounded_rotation_has_the_bits_of_modeling_code() -> None:
     )[0][0].transpose(0, 1)
     assert torch.equal(apply_rotary(q, Rotary(cos, sin, rounded=True)), theirs)
     assert not torch.equal(apply_rotary(q, Rotary(cos, sin)), theirs)
+
+
+@needs_triton
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("stored", [None, torch.int8])
+def test_latents_are_normalised_before_they_are_written(form: str, stored: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    joined = torch.randn(9, 1, 96, device=DEVICE)
+    latents, q = joined[..., 16:], torch.randn(9, 3, 24, device=DEVICE)  # 64 dims to normalise, 16 to rotate
+    norm = RMSNorm(torch.randn(64, device=DEVICE), 1e-6, form)
+    rotary = Rotary(*angles(9, 8), "pairs", tail=True)
+    slots = torch.arange(BLOCK, BLOCK + 9, device=DEVICE)
+    found = []
+    normed = torch.cat((norm(latents[..., :64]), latents[..., 64:]), -1)
+    for new, given in ((latents, norm), (normed, None)):
+        pages = blank((2, BLOCK, 1, 80), stored or torch.float32)
+        scale = None if stored is None else torch.zeros(2, BLOCK, 1, device=DEVICE)
+        out = torch.empty(9, 3, 24, device=DEVICE)
+        triton_write.write(pages, None, slots, new, None, scale, None, rotary, q, out, given)
+        found.append((pages[1, :9].float() * (1 if scale is None else scale[1, :9, :, None]), out))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5 if stored is None else 0.05, rtol=1e-5)
+    with pytest.raises(ValueError, match="does not fit"):
+        write(
+            blank((2, BLOCK, 1, 80), torch.float32),
+            None,
+            slots,
+            latents,
+            None,
+            rotary=rotary,
+            norm=RMSNorm(norm.weight[1:], 1e-6),
+        )
+    with pytest.raises(ValueError, match="at the end"):
+        write(
+            blank((2, BLOCK, 1, 80), torch.float32),
+            None,
+            slots,
+            latents,
+            None,
+            rotary=Rotary(rotary.cos, rotary.sin),
+            norm=norm,
+        )

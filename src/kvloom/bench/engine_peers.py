@@ -198,6 +198,9 @@ class Vllm:
         }  # fmt: skip
         if cpu:
             engine |= {"enforce_eager": True, "block_size": 32}
+        else:
+            # With vLLM's default of 0.92, FlashAttention's MLA kernels find too little free memory.
+            engine["gpu_memory_utilization"] = 0.85
         if options.kv_dtype:
             engine["kv_cache_dtype"] = VLLM_KV_NAMES.get(options.kv_dtype, options.kv_dtype)
         self.notes = {"weights": "the same" if given else "its own random ones"}

@@ -47,7 +47,7 @@ def run_own(quick: bool = False) -> dict[str, Any]:
 
     own: dict[str, Any] = {"life": {}, "life_evicting": {}, "life_named": {}, "decode_step": {}}
     for layout in LAYOUTS:
-        log(f"life and decode step, {layout}")
+        log(f"request and decode step, {layout}")
         own["life"][layout] = life(layout, repeats=repeats)
         own["life_named"][layout] = life(layout, names=True, repeats=repeats)
         own["life_evicting"][layout] = life(layout, evicting=True, repeats=repeats)
@@ -90,17 +90,17 @@ def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
     for layout in LAYOUTS:
         peer, hit = PEER_LAYOUT[layout], _get(peers, "vllm_life", PEER_LAYOUT[layout], "total")
         evicting = _get(peers, "vllm_life_evicting", peer, "total")
-        row(f"life of 8,192 tokens, half cached, {layout}", own["life"][layout]["total"], "vLLM", hit, 10)
+        row(f"request of 8,192 tokens, half cached, {layout}", own["life"][layout]["total"], "vLLM", hit, 10)
         row(f"… with events published, {layout}", own["life_named"][layout]["total"], "vLLM", hit, 10)
         row(
-            f"… every page evicted first, {layout}",
+            f"… not cached, in a pool full of other pages, {layout}",
             own["life_evicting"][layout]["total"],
             "vLLM",
             evicting,
             10,
         )
         step = _get(peers, "vllm_decode_step", peer, "total")
-        row(f"decode step of 256, {layout}", own["decode_step"][layout]["total"], "vLLM", step, 20)
+        row(f"decode step of 256 sequences, {layout}", own["decode_step"][layout]["total"], "vLLM", step, 20)
     for phase in ("match", "insert", "evict"):
         for core in ("rust", "python"):
             theirs = _get(peers, "sglang_tree", core, phase)
@@ -130,12 +130,16 @@ def render(report: dict[str, Any]) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     table = Table(title="Cache bookkeeping, microseconds", title_justify="left")
-    for column in ("work", "kvloom", "peer", "its time", "times less", "goal"):
+    rows = report["comparison"]
+    has_peers = any(row["peer_us"] is not None for row in rows)
+    if not has_peers:
+        rows = {row["work"]: row for row in rows}.values()  # one row per work, not one per peer
+    for column in ("work", "kvloom", "peer", "time of the peer", "ratio", "goal")[: 6 if has_peers else 2]:
         table.add_column(column, justify="left" if column in ("work", "peer") else "right")
-    for row in report["comparison"]:
+    for row in rows:
         theirs, ratio = row["peer_us"], row["ratio"]
         reached = "" if ratio is None else "[green]" if ratio >= row["goal"] else "[red]"
-        table.add_row(
+        cells = (
             row["work"],
             f"{row['kvloom_us']:,.0f}",
             row["peer"],
@@ -143,18 +147,20 @@ def render(report: dict[str, Any]) -> None:
             "" if ratio is None else f"{reached}{ratio:.1f}",
             f"{row['goal']:g}",
         )
+        table.add_row(*cells[: len(table.columns)])
     console.print(table)
     own = report["kvloom"]
     sizes = Table(title="From a small pool to a large one", title_justify="left")
     small, large = (int(size) for size in own["pool"])
-    for column in ("operation", f"{small:,} blocks", f"{large:,} blocks", "times more (goal: 3 at most)"):
+    for column in ("operation", f"{small:,} blocks", f"{large:,} blocks", "ratio (goal: at most 3)"):
         sizes.add_column(column, justify="left" if column == "operation" else "right")
     for row in report["scale"]:
         sizes.add_row(row["phase"], f"{row['small_us']:.0f}", f"{row['large_us']:.0f}", f"{row['ratio']:.2f}")
     console.print(sizes)
     for size, figures in own["pool"].items():
         console.print(
-            f"{figures['bytes_per_block']:.0f} bytes of bookkeeping a cached block of {int(size):,}"
+            f"bookkeeping per cached block, in a cache of {int(size):,} blocks: "
+            f"{figures['bytes_per_block']:.0f} bytes"
         )
     for work, figure in own["decode_scaling"].items():
         console.print(f"decode step, {work} a block boundary: {figure:.0f} µs")

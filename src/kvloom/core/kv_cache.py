@@ -372,8 +372,9 @@ class KVCache:
     def free_pages(self, tokens: int, tenant: str = "") -> int:
         """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing
         pages, or 0 on success."""
-        blocks = -(-tokens // self.block_tokens)
-        return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
+        state = self.state
+        needs = state.pages.needs(-(-tokens // self.block_tokens))
+        return state.allocator.free_pages(state.accounts[tenant], needs)
 
     @property
     def usable_slabs(self) -> int:

@@ -25,7 +25,14 @@ from kvloom.core import CacheControl, CopyBatch, Media, Objective, Pin
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
 from kvloom.models.lora import LoraAdapter
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
+from kvloom.models.paged import (
+    DRAFT_STEP_TOKENS,
+    Image,
+    ImageInputs,
+    TokenMover,
+    runs_separately,
+    separation_reason,
+)
 from kvloom.models.vision import Vision
 
 from .adapter_table import AdapterTable, LoadedAdapter
@@ -115,6 +122,10 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
+        if config.head and separation_reason(model) is not None:
+            raise ValueError(refused("head, own cache", head=config.head, model=type(model).__name__))
+        if config.uses_lora and separation_reason(model) is not None:
+            raise ValueError(refused("lora, own cache", model=type(model).__name__))
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
@@ -213,6 +224,9 @@ class Engine:
         if batch_invariant:
             offload.cold = None
             offload.cold_refusal = refused("batch_invariant, cold pages")
+        elif runs_separately(self.model):
+            offload.cold = None
+            offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
         return offload
 
     def _open_events(self, settings: EventSettings) -> WirePublisher:
@@ -240,6 +254,8 @@ class Engine:
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
+        if runs_separately(self.model) and self.cache.has_states:
+            raise ValueError(refused("speculation, own states", model=type(self.model).__name__))
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):

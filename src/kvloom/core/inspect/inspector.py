@@ -83,12 +83,12 @@ class Inspector:
     @property
     def misses(self) -> Counter[str]:
         """Number of opened sequences by miss reason."""
-        return self._state.counts.misses
+        return Counter(self._state.counts.misses)
 
     @property
     def evicted(self) -> Counter[str]:
         """Number of evictions by kind: blocks, window, snapshot, media."""
-        return self._state.allocator.evicted
+        return Counter(self._state.allocator.evicted)
 
     @property
     def evicted_bytes(self) -> int:

@@ -50,6 +50,7 @@ class BlockPages:
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
         self.pool = pool
         self.width = len(classes)
+        self._class_of_column = tuple(classes)
         self.classes = tuple(dict.fromkeys(classes))
         self._columns = {c: np.flatnonzero(np.array(classes) == c) for c in self.classes}
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
@@ -82,8 +83,8 @@ class BlockPages:
         """Allocate the pages of `n` blocks, and return their ids with one row per block. The caller has checked
         that enough pages are free. The pool prefers pages in the slabs of `near`, the page ids of one block, so
         that the pages of a sequence stay together."""
-        if self._single_class is not None and near is None:
-            ids = self.pool.allocate(self._single_class, n * self.width)
+        if self._single_class is not None:
+            ids = self.pool.allocate(self._single_class, n * self.width, 0 if near is None else near.item(0))
             assert ids is not None
             return ids.reshape(n, self.width)
         rows = np.empty((n, self.width), np.int32)
@@ -130,6 +131,15 @@ class BlockPages:
             ids = rows[:, self._columns[c]].ravel()
             owners[ids[ids > 0]] = owner
 
+    def own_each(self, rows: Ids, owners: Sequence[PageOwner]) -> None:
+        """Record `owners[i]` as the owner of all cached pages in `rows[i]`."""
+        each = np.empty(len(rows), object)
+        each[:] = owners
+        for c, recorded in self.owners.items():
+            ids = rows[:, self._columns[c]]
+            row, column = ids.nonzero()
+            recorded[ids[row, column]] = each[row]
+
     def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
         """Record `owner` as the owner of one cached page of size class `cls`."""
         self.owners[cls][page] = owner
@@ -169,5 +179,5 @@ class BlockPages:
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
         """Return, for each row of `rows`, whether its page in `column` is in use."""
-        c = next(c for c in self.classes if column in self._columns[c])
-        return self.pool.classes[c].in_use[rows[:, column]] > 0
+        in_use = self.pool.classes[self._class_of_column[column]].in_use
+        return in_use.take(rows[:, column]) > 0

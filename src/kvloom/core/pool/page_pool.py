@@ -70,8 +70,9 @@ class SizeClass:
         """Return the free pages of a slab."""
         start = slab * self.per_slab
         stop = start + self.per_slab
-        idle = (self.in_use[start:stop] == 0) & (self.cached[start:stop] == 0)
-        return (np.flatnonzero(idle) + start).astype(np.int32)
+        counts = self.in_use[start:stop] | self.cached[start:stop]
+        free: Ids = ((counts == 0).nonzero()[0] + start).astype(np.int32)
+        return free
 
     def file(self, slab: int, free: int, before: int) -> None:
         """Move a slab between the lists of partly used slabs. There is one list for each number of free pages.
@@ -80,6 +81,19 @@ class SizeClass:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
             self.partial[free][slab] = None
+
+
+def _count_each(values: Ids) -> tuple[Ids, Index]:
+    """Return the distinct values in ascending order, and how often each of them occurs. There must be at least one
+    value. Slabs of freed pages are nearly in order, for which a stable sort is faster than `np.unique`."""
+    values = np.sort(values, kind="stable")
+    is_last = np.ones(values.size, np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_last[:-1])
+    last = is_last.nonzero()[0]
+    counts = last.copy()
+    counts[0] += 1
+    counts[1:] -= last[:-1]
+    return values[last], counts
 
 
 class PagePool:
@@ -115,7 +129,8 @@ class PagePool:
         """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages
         fit. Assumes that all cached pages can be evicted and all slabs compacted. O(classes).
         """
-        return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
+        missing = self.fewest_slabs(needs, more) - (self.slabs - 1)
+        return missing if missing > 0 else 0
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
         """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
@@ -168,11 +183,11 @@ class PagePool:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-            c.in_use[ids.astype(np.intp)] = 1
         c.in_use_pages += n
         return ids
 
     def _allocate_within(self, c: SizeClass, n: int, near: int) -> Ids:
+        """Return `n` free pages of slabs with several pages, each with one reference."""
         parts: list[Ids] = []
         slab = near // c.per_slab
         if near and 0 < c.used[slab] < c.per_slab:
@@ -194,6 +209,8 @@ class PagePool:
                     p for p in reversed(c.partial) if p
                 )
                 n -= self._take(c, next(iter(found)), n, parts)
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def _take_whole(self, c: SizeClass, whole: int, parts: list[Ids]) -> int:
@@ -201,8 +218,9 @@ class PagePool:
         slabs = self._free[self.free_slabs : self.free_slabs + whole][::-1]
         c.slabs_in_use += whole
         c.used[slabs] = c.per_slab
+        c.in_use.reshape(-1, c.per_slab)[slabs] = 1
         pages = np.arange(c.per_slab, dtype=np.int32)
-        parts.append(np.add.outer(slabs * c.per_slab, pages).ravel().astype(np.int32))
+        parts.append(np.add.outer(slabs * c.per_slab, pages).ravel())
         return whole * c.per_slab
 
     def _take_slab(self, c: SizeClass) -> int:
@@ -214,7 +232,6 @@ class PagePool:
     def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
         free = c.free_in(slab)
         taken = free[:n]
-        # The caller counts these pages as in use. Until then `free_in` must not return them again.
         c.in_use[taken] = 1
         c.file(slab, len(free) - len(taken), len(free))
         c.used[slab] += len(taken)
@@ -264,7 +281,7 @@ class PagePool:
         if c.per_slab == 1:
             self._return_slabs(c, ids)
             return
-        slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
+        slabs, counts = _count_each(ids // c.per_slab)
         used = c.used[slabs]
         left = used - counts
         c.used[slabs] = left

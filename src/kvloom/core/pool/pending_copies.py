@@ -53,9 +53,10 @@ class PendingCopies:
 
     def add_rows(self, columns: BlockPages, source: Ids, target: Ids) -> None:
         """Queue copies of the pages of whole blocks: the pages `source[i]` are copied to the pages `target[i]`."""
-        for cls in columns.classes:
-            at = columns.columns_of(cls)
-            self.add(cls, source[:, at].ravel(), target[:, at].ravel())
+        for (cls, sources), (_, targets) in zip(
+            columns.by_class(source), columns.by_class(target), strict=True
+        ):
+            self.add(cls, sources, targets)
 
     def add_move(self, cls: int, source: Ids, target: Ids) -> None:
         """Queue copies that move pages out of slabs. Other copies may then write to these slabs, in a later batch."""
@@ -111,9 +112,11 @@ class PendingCopies:
                 source = np.fromiter(pending.values(), np.int32, len(pending))
                 # Skip targets that were freed meanwhile, because the page may have another use now.
                 counts = self._pool.classes[cls]
-                live = (counts.in_use[target] > 0) | (counts.cached[target] > 0)
+                live = (counts.in_use.take(target) | counts.cached.take(target)) > 0
+                if not live.all():
+                    source, target = source[live], target[live]
                 stride = self._slab_bytes // self._per_slab[cls]
-                self._batches.append(CopyBatch(stride, source[live], target[live]))
+                self._batches.append(CopyBatch(stride, source, target))
                 pending.clear()
         self._vacated.clear()
 

@@ -110,16 +110,18 @@ class Checkpoints:
         """Return whether all window pages before `position` in `node` that a query at `query` sees are cached. If
         `query` is None, it is `position`. If several nodes share a block, only the pages of the deepest of these
         nodes are tested."""
-        for window, columns in enumerate(self.window_columns):
-            covered = (position - 1) // self.block + 1
-            for current, rows in self._window_rows(
-                node, position, window, position if query is None else query
-            ):
-                base = current.start // self.block
-                stop = min(rows.stop, covered - base)
-                if stop > rows.start and not current.pages[rows.start : stop, columns.start].all():
+        block = self.block
+        for visibility, columns in zip(self.windows, self.window_columns, strict=True):
+            first = visibility.first_visible(position if query is None else query) // block
+            stop = (position - 1) // block + 1  # blocks from `stop` on are already tested
+            current: Node | None = node
+            while first < stop and current is not None and current.parent is not None:
+                base = current.start // block
+                start = max(first, base)
+                if np.count_nonzero(current.pages[start - base : stop - base, columns.start]) < stop - start:
                     return False
-                covered = min(covered, base)
+                stop = start
+                current = current.parent
         return True
 
     # -- adding and dropping --------------------------------------------------------------------
@@ -129,14 +131,18 @@ class Checkpoints:
         if the position already has a checkpoint, or if a window lacks a page.
         """
         existing = self.checkpoint_at(node, position)
-        if existing is not None or not self.complete(node, position):
-            if existing is not None:
-                existing.last_used = now
+        if existing is not None:
+            existing.last_used = now
             return None
+        # The checkpoint should also allow resuming one token earlier: an identical prompt computes its last
+        # token again. The query there sees all that the query at `position` sees.
+        reach = position - 1
+        if not self.complete(node, position, reach):
+            reach = position
+            if not self.complete(node, position):
+                return None
         checkpoint = Checkpoint(next(self._serials), now, node, position, states)
-        # The checkpoint must also allow resuming one token earlier: an identical prompt computes its last
-        # token again.
-        checkpoint.reach = position - 1 if self.complete(node, position, position - 1) else position
+        checkpoint.reach = reach
         if states is not None:
             checkpoint.row_bytes = self.states.row_bytes
             self.states.add_cached(states, checkpoint)
@@ -220,18 +226,20 @@ class Checkpoints:
         columns = self.window_columns[window]
         pages = node.pages[: node.count]
         idle = (node.checkpoint_counts[: node.count, window] == 0) & (pages[:, columns.start] > 0)
-        rows = np.flatnonzero(idle & ~self.pages.in_use(pages, columns.start))
+        rows = (idle & ~self.pages.in_use(pages, columns.start)).nonzero()[0]
         if rows.size > most:
             rows = rows[:most]
             self.queue_unneeded(node, window)
         if not rows.size:
             return
+        first, last = rows.item(0), rows.item(-1)
+        at = slice(first, last + 1) if last - first < rows.size else rows  # a slice is faster
         gone = np.zeros((rows.size, self.pages.width), np.int32)
-        gone[:, columns] = pages[rows, columns]
+        gone[:, columns] = pages[at, columns]
         if self.events.listening:
             self.publisher.window_pages_dropped(node, rows, self.window_groups[window], reason)
         self.version += 1
-        pages[rows, columns] = 0
+        pages[at, columns] = 0
         node.root.account.free(self.pages.drop_cached(gone))
         self._reassign_owner(node, gone[[0, -1]])
 

@@ -33,12 +33,6 @@ class Ghosts:
             OrderedDict()
         )
 
-    @staticmethod
-    def place(node: Node) -> int | bytes:
-        """Return the value that identifies `node` in the keys of ghosts. A ghost is the record of evicted tokens that
-        followed `node`. For a root, the value is the root hash, which stays valid when the root is removed."""
-        return node.root.hash if node.parent is None else node.serial
-
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
@@ -46,12 +40,15 @@ class Ghosts:
         bytes). `ghost` has the fields of `Ghost`. It is a plain tuple, because most records are never looked up and a
         tuple is cheaper to create."""
         seen = self._seen
-        seen[self.place(after), hash(bytes(text))] = ghost
+        # A root hash stays valid when the root is removed.
+        place = after.serial if after.parent is not None else after.root.hash
+        seen[place, hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
         """Return the record of evicted tokens that start like `data` at byte `start`, or None. Only the first SEEN
-        bytes are compared. `place` is the result of `place()` for the node before these tokens."""
+        bytes are compared. `place` is the serial number of the node before these tokens. For a root, it is the root
+        hash."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

@@ -60,6 +60,8 @@ class EventPublisher:
     def hashes(self, node: Node) -> list[bytes]:
         """Return the hashes of all units of HASH_TOKENS tokens whose last token is in `node`. Each hash is computed
         only once."""
+        if not self._unhashed_tokens(node):
+            return node.hashes
         unhashed = []
         current = node
         while current.parent is not None:  # walks up to the first node that has a hash
@@ -71,11 +73,8 @@ class EventPublisher:
         for current in reversed(unhashed):
             first = current.start // HASH_TOKENS
             begin = (first + len(current.hashes)) * HASH_TOKENS
-            data = bytes(memoryview(current.text)[max(0, begin - current.start) * TOKEN_BYTES :])
-            if begin < current.start:
-                data = self._text_before(current, current.start - begin) + data
             parent = current.hashes[-1] if current.hashes else self.hash_before(current)
-            current.hashes += hash_chain(parent, data, self.resolve)
+            current.hashes += hash_chain(parent, self._text(current, begin, current.end), self.resolve)
         return node.hashes
 
     @staticmethod
@@ -90,16 +89,17 @@ class EventPublisher:
             current = current.parent
         return text[-tokens * TOKEN_BYTES :]
 
-    def _tokens(self, node: Node, begin: int, end: int) -> bytes:
-        """Return the tokens [begin, end) of the path that ends in `node`, as bytes. Media tokens are negative ids that
-        stand for their content."""
+    def _text(self, node: Node, begin: int, end: int) -> bytes:
+        """Return the tokens [begin, end) of the path that ends in `node`, as bytes."""
         first, last = max(0, begin - node.start) * TOKEN_BYTES, (end - node.start) * TOKEN_BYTES
         text = bytes(memoryview(node.text)[first:last])
-        if begin < node.start:
-            text = self._text_before(node, node.start - begin) + text
-        return self._content_ids(text) if self._media_ids.used and loops.any_negative(text) else text
+        return text if begin >= node.start else self._text_before(node, node.start - begin) + text
 
-    def _content_ids(self, text: bytes) -> bytes:
+    def _tokens(self, text: bytes) -> bytes:
+        """Return tokens of the tree in the form of events. The id of a media token then depends only on the content of
+        the image."""
+        if not self._media_ids.used or not loops.any_negative(text):
+            return text
         ids = np.frombuffer(text, "<i4").copy()
         for media in np.unique(ids[ids < 0]).tolist():
             ids[ids == media] = crc32(self._media_ids.digest_of(media)) & 0x7FFFFFFF
@@ -111,12 +111,7 @@ class EventPublisher:
         parent = self.hashes(node)[units - 1] if units else self.hash_before(node)
         if position % HASH_TOKENS == 0:
             return parent
-        begin = position // HASH_TOKENS * HASH_TOKENS
-        text = bytes(
-            node.text[max(0, begin - node.start) * TOKEN_BYTES : (position - node.start) * TOKEN_BYTES]
-        )
-        if begin < node.start:
-            text = self._text_before(node, node.start - begin) + text
+        text = self._text(node, position // HASH_TOKENS * HASH_TOKENS, position)
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
@@ -139,16 +134,20 @@ class EventPublisher:
         base = node.start // HASH_TOKENS
         first, last = at // HASH_TOKENS - base, node.end // HASH_TOKENS - base
         if last > first:
-            hashes = self.hashes(node)
-            parent = hashes[first - 1] if first else self.hash_before(node)
-            text = self._tokens(node, (base + first) * HASH_TOKENS, (base + last) * HASH_TOKENS)
+            text = self._text(node, (base + first) * HASH_TOKENS, (base + last) * HASH_TOKENS)
+            if len(node.hashes) < first:  # the listener is new
+                self.hashes(node)
+            parent = node.hashes[first - 1] if first else self.hash_before(node)
+            if len(node.hashes) < last:
+                node.hashes[first:] = hash_chain(parent, text, self.resolve)
+            hashes = tuple(node.hashes[first:] if first else node.hashes)
             self.events.emit(
                 BlockStored(
                     parent,
-                    tuple(hashes[first:last]),
+                    hashes,
                     self.token_groups,
                     MEDIUM,
-                    tokens=text,
+                    tokens=self._tokens(text),
                     adapter=node.root.adapter,
                 )
             )
@@ -156,7 +155,7 @@ class EventPublisher:
         if tail:
             block_hash = self.hash_at(node, node.end)
             parent = self.hash_at(node, node.end - tail) if last else self.hash_before(node)
-            text = self._tokens(node, node.end - tail, node.end)
+            text = self._tokens(self._text(node, node.end - tail, node.end))
             groups = self.token_groups
             self.events.emit(
                 BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, node.root.adapter)
@@ -170,7 +169,7 @@ class EventPublisher:
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
         # A partial block inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
-        text = self._tokens(node, before, position)
+        text = self._tokens(self._text(node, before, position))
         tail, adapter = position % HASH_TOKENS, node.root.adapter
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, adapter))
 
@@ -180,7 +179,7 @@ class EventPublisher:
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)
             for block_hash, parent, end in self._row_hashes(node, rows):
-                text = self._tokens(node, end - HASH_TOKENS, end)
+                text = self._tokens(self._text(node, end - HASH_TOKENS, end))
                 adapter = node.root.adapter
                 self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, 0, text, adapter))
 

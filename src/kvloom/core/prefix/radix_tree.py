@@ -219,22 +219,23 @@ class RadixTree(Checkpoints):
         """Add one block to every node of `nodes`. `may_append` must be true for each of them. Has the same effect
         as `publish`."""
         self.pages.add_cached(rows, None)
-        size = self.block * TOKEN_BYTES
+        if self.pages.owners:
+            self.pages.own_each(rows, nodes)
+        block, source, listening = self.block, self.offload_source, self.events.listening
+        size = block * TOKEN_BYTES
         for i, node in enumerate(nodes):
-            have = node.count
-            if self.offload_source is not None:
-                self.offload_source.on_grow(node, node.end)
+            have, end = node.count, node.end
+            if source is not None:
+                source.on_grow(node, end)
             if have == len(node.pages):
                 self._make_capacity(node, 2 * have)
             node.pages[have] = rows[i]
             node.count = have + 1
             node.text += data[i * size : (i + 1) * size]
-            node.end += self.block
+            node.end = end + block
             node.last_used = now
-            if self.pages.owners:
-                self.pages.own(rows[i : i + 1], node)
-            if self.events.listening:
-                self.publisher.stored(node, node.end - self.block)
+            if listening:
+                self.publisher.stored(node, end)
 
     def _make_capacity(self, node: Node, capacity: int) -> None:
         pages = np.zeros((capacity, self.pages.width), np.int32)

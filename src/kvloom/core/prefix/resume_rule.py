@@ -31,7 +31,7 @@ def missing_unit(
     worst = None
     for window, (visibility, present) in enumerate(windows):
         first = visibility.first_visible(position) // unit
-        if first < stop and not present[first:stop].all():
+        if first < stop and np.count_nonzero(present[first:stop]) < stop - first:
             missing = first + int(np.flatnonzero(present[first:stop] == 0)[-1])
             if worst is None or missing > worst[1]:
                 worst = (window, missing)

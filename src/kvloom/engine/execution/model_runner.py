@@ -35,7 +35,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
 from kvloom.models.lora import AdapterSlots
-from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work
+from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work, runs_separately
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
@@ -90,7 +90,9 @@ class ModelRunner:
         the step (CUDA only).
         """
         self.model, self.device, self.vision = model, buffer.device, vision
-        fuse(model, 0 if vision is not None else cache.max_tokens)
+        separate = runs_separately(model)
+        if not separate:
+            fuse(model, 0 if vision is not None else cache.max_tokens)
         self._lora = lora
         if lora is not None:
             lora.attach()
@@ -158,7 +160,8 @@ class ModelRunner:
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
-        self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.is_replayable else []
+        replayable = buffer.is_cuda and self.pages.is_replayable and not separate
+        self._sizes = graph_sizes(rows) if graphs and replayable else []
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
         if self._sizes and not turns and not self.pages.has_states:
@@ -175,6 +178,8 @@ class ModelRunner:
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
+        if runs_separately(self.model):
+            raise ValueError(refused("batch_invariant, own cache", model=type(self.model).__name__))
         if self.pages.cross_views:
             raise ValueError(refused("batch_invariant, cross-attention"))
         if not self.pages.is_replayable:
@@ -242,12 +247,16 @@ class ModelRunner:
             logits = self._forward(batch, last)
         finally:
             hook.remove()
-        self.hidden_states = [states[-1][batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
+        # A model that runs one sequence after the other calls its decoder several times.
+        every = states[-1] if len(states) == 1 else torch.cat(states)
+        self.hidden_states = [every[batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
         return logits
 
     def supports_trees(self, works: Many[Work]) -> bool:
         """Return whether a step with trees can run as it is. If not, its drafts must be chains: batch-invariant
         attention, cold pages, images and, on a GPU, long rows (prompts) do not support trees."""
+        if runs_separately(self.model):
+            return False
         if self.pages.is_invariant or any(work.sequence.cold_blocks or _has_images(work) for work in works):
             return False
         return self.device.type == "cpu" or max(len(work.tokens) for work in works) <= LARGEST_ROW

@@ -73,6 +73,8 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
             return Tile(height, tokens, 4, 5, processors * 2, 2, 1)
         return Tile(height, tokens, 4, 4, processors * (1 if beside else 3), 2, 1, 168)
     height = max(16, triton.next_power_of_2(rows))
+    if shape.latent and shape.dtype.itemsize == 2 and height == 16:
+        return Tile(height, tokens, 4, 5, processors * (1 if beside else 2))
     if shape.latent or shape.dtype.itemsize > 2:
         return Tile(height, tokens, 4, 3, processors * (1 if shape.latent else 2))
     if beside:
@@ -165,7 +167,9 @@ class LayerCall:
         v_scale = self.q if self.v_scale is None else self.v_scale
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
-        turned, small = v.stride(3) != 1, tile.rows < 64
+        turned = v.stride(3) != 1
+        # Latents are so long that scores of 16 query rows are faster as [rows, tokens].
+        small = tile.rows < 64 and not (shape.latent and shape.dtype.itemsize == 2 and tile.rows == 16)
         # Arithmetic limits the speed of tiles with many query rows, and masks are part of it.
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores read 8-bit values directly, 32 at a time along the summed axis.

@@ -113,6 +113,10 @@ def _addmm(
     return bias * beta + product(a, b) * alpha
 
 
+def _bmm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(product(a, b))
+
+
 def _grouped(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -128,6 +132,7 @@ def _grouped(
 REPLACEMENTS: dict[OpOverload, Callable[..., torch.Tensor]] = {
     aten.mm.default: product,
     aten.bmm.default: product,
+    aten.bmm.out: _bmm_out,
     aten.addmm.default: _addmm,
     aten._grouped_mm.default: _grouped,
     aten.mean.dim: _mean,

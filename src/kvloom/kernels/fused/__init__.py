@@ -16,6 +16,7 @@ from .operations import (
     add_norm,
     apply_rotary,
     linear,
+    linear_float32,
     rms_norm,
     rms_norms,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "field_count",
     "lay_out_step",
     "linear",
+    "linear_float32",
     "rms_norm",
     "rms_norms",
     "row_argmax",

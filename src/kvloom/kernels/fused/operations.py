@@ -12,6 +12,7 @@ modules by these functions.
 | `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values                   | [tokens, dim]                                          |
 | `add_norm`     | x, y [..., dim], dense                                          | a norm of x, after a norm of y was added to x in place |
 | `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
+| `linear_float32` | x [tokens, in], weight [out, in]                              | [tokens, out] in float32                               |
 | `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token          |
 
 `linear` is torch's matrix product, except for a single token.
@@ -36,6 +37,7 @@ __all__ = [
     "add_norm",
     "apply_rotary",
     "linear",
+    "linear_float32",
     "rms_norm",
     "rms_norms",
 ]
@@ -151,6 +153,14 @@ def linear(
         return functional.linear(x, weight, bias)
     into.view(-1, into.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
     return into
+
+
+def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x times the transposed weight in float32. Sums are not rounded to the dtype of x."""
+    plain = x.is_cuda and x.dtype == weight.dtype != torch.float32 and _get_current_dispatch_mode() is None
+    if plain:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return functional.linear(x.float(), weight.float())
 
 
 def apply_rotary(

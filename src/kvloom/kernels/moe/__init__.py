@@ -3,6 +3,24 @@
 `interface` has the functions, their torch oracle and the choice of tiles. `triton_moe` has the kernels.
 """
 
-from .interface import Tile, candidate_tiles, choose_tile, fused_moe, topk_softmax
+from .interface import (
+    Routing,
+    Tile,
+    candidate_tiles,
+    choose_experts,
+    choose_tile,
+    expert_outputs,
+    fused_moe,
+    sum_outputs,
+)
 
-__all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
+__all__ = [
+    "Routing",
+    "Tile",
+    "candidate_tiles",
+    "choose_experts",
+    "choose_tile",
+    "expert_outputs",
+    "fused_moe",
+    "sum_outputs",
+]

@@ -18,7 +18,16 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, act_and_mul
 
-__all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
+__all__ = [
+    "Routing",
+    "Tile",
+    "candidate_tiles",
+    "choose_experts",
+    "choose_tile",
+    "expert_outputs",
+    "fused_moe",
+    "sum_outputs",
+]
 
 SHARED_MEMORY = 200 << 10
 """Bytes of shared memory that the tiles of a program may use. This is slightly less than the 227 KiB of an H200."""
@@ -51,7 +60,7 @@ class Tile:
 
 TILES = (
     (8, Tile(16, 64, 128, 4, 4)),
-    (24, Tile(32, 64, 128, 4, 4)),
+    (24, Tile(32, 64, 128, 3, 4)),
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
@@ -84,9 +93,10 @@ def fused_moe(
     down: torch.Tensor,
     activation: Activation = "silu",
     tile: Tile | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of `down(act(gate) * up)` over the selected experts of each token. `tile` overrides the
-    choice on a GPU.
+    """Return the weighted sum of `down(act(gate) * up)` over the selected experts of each token. With `into` [tokens,
+    dim], add the sum to `into` in place and return `into`. `tile` overrides the choice on a GPU.
     """
     count, both, dim = gate_up.shape
     if both % 2 or down.shape != (count, dim, both // 2) or x.shape[-1] != dim or x.ndim != 2:
@@ -98,15 +108,44 @@ def fused_moe(
         raise ValueError(
             f"index {tuple(index.shape)} and weights {tuple(weights.shape)}: both must have one row for each of {len(x)} tokens, of equal size"
         )
-    if not x.is_cuda:
-        return _plain(x, index, weights, gate_up, down, activation)
-    return launch(x, index, weights, gate_up, down, activation, tile)
+    if into is not None and (into.shape != x.shape or not into.is_contiguous()):
+        raise ValueError(
+            f"into {tuple(into.shape)} must be contiguous and have the shape of x {tuple(x.shape)}"
+        )
+    parts = expert_outputs(x, index, gate_up, down, activation, tile)
+    return sum_outputs(parts, weights, x.dtype, into)
+
+
+def sum_outputs(
+    parts: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weighted sum of the outputs [tokens * picked, dim] of each token's experts, in `dtype`. With `into`
+    [tokens, dim], add the sum to `into` in place and return `into`."""
+    if parts.is_cuda:
+        from . import triton_moe
+
+        return triton_moe.sum_parts(parts, weights.contiguous(), into)
+    found = (parts.view(*weights.shape, -1) * weights[..., None]).sum(1).to(dtype)
+    return found if into is None else into.add_(found)
+
+
+def expert_outputs(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation = "silu",
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return the outputs of the selected experts of each token, [tokens * picked, dim]. See `fused_moe`."""
+    if x.is_cuda:
+        return launch(x, index, gate_up, down, activation, tile)
+    return _plain(x, index, gate_up, down, activation)
 
 
 def _plain(
-    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    activation: Activation,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation
+) -> torch.Tensor:
     picked = index.shape[1]
     order = torch.argsort(index.reshape(-1), stable=True)
     parts = torch.empty((len(order), x.shape[1]), dtype=x.dtype)
@@ -118,29 +157,29 @@ def _plain(
             both = functional.linear(x[mine // picked], gate_up[expert])
             parts[mine] = functional.linear(act_and_mul(both, activation), down[expert])
         begin = end
-    return (parts.view(*index.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+    return parts
 
 
 def launch(
     x: torch.Tensor,
     index: torch.Tensor,
-    weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Run the Triton kernels: four launches, or five for many pairs. `fused_moe` has checked the arguments."""
+    """Run the Triton kernels of `expert_outputs`: three launches, or four for many pairs. `fused_moe` has checked the
+    arguments."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
     if not pairs:
-        return torch.zeros_like(x)
+        return x.new_empty((0, x.shape[1]))
     if tile is None:
         tile = choose_tile(pairs, count, x.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
-    index, weights = index.contiguous(), weights.contiguous()
+    index = index.contiguous()
     # Enough tiles for any selection of experts.
     most = pairs // tile.rows + min(pairs, count)
     rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
@@ -153,25 +192,58 @@ def launch(
         kernels.count_pairs(index, counts, chunk)
     kernels.order_pairs(index, counts, rows, owners, tiles, count, chunk, tile.rows)
     hidden = kernels.gate_up(x, gate_up, rows, owners, tiles, picked, activation, tile)
-    parts = kernels.down(hidden, down, rows, owners, tiles, pairs, tile.for_down())
-    return kernels.sum_parts(parts, weights)
+    return kernels.down(hidden, down, rows, owners, tiles, pairs, tile.for_down())
 
 
-def topk_softmax(
-    logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router selects `picked` experts per token from its logits.
+
+    | field        | meaning                                                                                     |
+    |--------------|---------------------------------------------------------------------------------------------|
+    | sigmoid      | scores are the sigmoid of each logit; otherwise the softmax of all                          |
+    | groups, kept | experts are divided into `groups`, and only the best `kept` groups are selected from        |
+    | best         | the score of a group is the sum of its `best` largest scores (1 or 2)                       |
+    | normalised   | the weights of a token are divided by their sum, plus `eps`                                 |
+    | factor       | weights are multiplied by it                                                                |
+    """
+
+    picked: int
+    sigmoid: bool = False
+    groups: int = 1
+    kept: int = 1
+    best: int = 1
+    normalised: bool = False
+    eps: float = 0.0
+    factor: float = 1.0
+
+
+def choose_experts(
+    logits: torch.Tensor, routing: Routing, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the `picked` experts with the largest softmax for each token. Return their weights ([tokens, picked],
-    in `dtype`) and indices. With `shared`, the weights of a token are scaled so that they sum to 1. Among equal
-    values, a GPU selects the first."""
-    if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
+    """Select the experts of each token from `logits` [tokens, experts]. Return their weights [tokens, picked] in
+    `dtype`, and their indices. `bias` [experts] is added to the scores for the selection only. Among equal values, a
+    GPU selects the first."""
+    tokens, experts = logits.shape
+    each = experts // routing.groups
+    if not 0 < routing.picked <= routing.kept * each or each * routing.groups != experts:
         raise ValueError(
-            f"cannot select {picked} experts from logits {tuple(logits.shape)}: give at least 1, at most all of a row"
+            f"cannot select {routing.picked} experts from {routing.kept} of {routing.groups} groups of {experts} experts: "
+            "give at least 1, at most all of the selected groups"
         )
     if logits.is_cuda:
         from . import triton_moe
 
-        return triton_moe.topk_softmax(logits.contiguous(), picked, shared, dtype)
-    weights, index = functional.softmax(logits.float(), -1).topk(picked, -1)
-    if shared:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(dtype), index
+        return triton_moe.choose_experts(logits.contiguous(), routing, dtype, bias)
+    scores = logits.float().sigmoid() if routing.sigmoid else functional.softmax(logits.float(), -1)
+    choice = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = choice.view(tokens, routing.groups, each)
+        best = grouped.topk(routing.best, -1)[0].sum(-1).topk(routing.kept, -1)[1]
+        allowed = torch.zeros(tokens, routing.groups, dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~allowed[..., None], -torch.inf).view(tokens, experts)
+    index = choice.topk(routing.picked, -1)[1]
+    weights = scores.gather(1, index)
+    if routing.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.eps)
+    return (weights * routing.factor).to(dtype), index

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["count_pairs", "down", "gate_up", "order_pairs", "sum_parts", "topk_softmax"]
+__all__ = ["choose_experts", "count_pairs", "down", "gate_up", "order_pairs", "sum_parts"]
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -176,8 +176,9 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts, weights, out, PICKED: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr
-):
+    parts, weights, out, PICKED: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
+    ADDS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < DIM
@@ -189,35 +190,62 @@ def _sum_kernel(
         if ROUNDED:
             value = value.to(out.dtype.element_ty).to(tl.float32)
         total += value
+    if ADDS:
+        total += tl.load(out + token * DIM + column, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * DIM + column, total.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(
-    logits, weights, index, tokens, EXPERTS: tl.constexpr, BINS: tl.constexpr, PICKED: tl.constexpr,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr,
+    logits, bias, weights, index, tokens, factor, eps, EXPERTS: tl.constexpr, BINS: tl.constexpr, PICKED: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_BINS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
+    """Select the experts of ROWS tokens (see `Routing`). `choice` has the scores that selection compares: -inf for an
+    expert that is absent, was selected, or is in a group that is not selected."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, BINS), tl.arange(0, SLOTS)
-    there = (token < tokens)[:, None] & (expert < EXPERTS)[None, :]
-    left = tl.load(logits + token[:, None] * EXPERTS + expert[None, :], mask=there, other=-float("inf")).to(
-        tl.float32
-    )
-    left = tl.where((expert < EXPERTS)[None, :] & (token >= tokens)[:, None], 0.0, left)
-    odds = tl.exp(left - tl.max(left, 1)[:, None])
-    odds = odds / tl.sum(odds, 1)[:, None]
-    odds = tl.where((expert < EXPERTS)[None, :], odds, -1.0)
+    real = (expert < EXPERTS)[None, :]
+    there = (token < tokens)[:, None] & real
+    left = tl.load(logits + token[:, None] * EXPERTS + expert[None, :], mask=there, other=0.0).to(tl.float32)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-left))
+    else:
+        left = tl.where(real, left, -float("inf"))
+        score = tl.exp(left - tl.max(left, 1)[:, None])
+        score = score / tl.sum(score, 1)[:, None]
+    choice = score
+    if BIASED:
+        choice += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)[None, :]
+    choice = tl.where(real, choice, -float("inf"))
+    if GROUPS > 1:
+        group = tl.arange(0, GROUP_BINS)
+        total = tl.full((ROWS, GROUP_BINS), -float("inf"), tl.float32)
+        for g in tl.static_range(GROUPS):
+            mine = tl.where((expert // (EXPERTS // GROUPS) == g)[None, :], choice, -float("inf"))
+            best = tl.max(mine, 1)
+            if BEST == 2:
+                first = tl.argmax(mine, 1)
+                best += tl.max(tl.where(expert[None, :] == first[:, None], -float("inf"), mine), 1)
+            total = tl.where((group == g)[None, :], best[:, None], total)
+        allowed = tl.zeros((ROWS, BINS), tl.int32)
+        for _ in tl.static_range(KEPT):
+            first = tl.argmax(total, 1)
+            allowed = tl.where((expert[None, :] // (EXPERTS // GROUPS)) == first[:, None], 1, allowed)
+            total = tl.where(group[None, :] == first[:, None], -float("inf"), total)
+        choice = tl.where(allowed > 0, choice, -float("inf"))
     chosen = tl.zeros((ROWS, SLOTS), tl.int64)
     weight = tl.zeros((ROWS, SLOTS), tl.float32)
     for j in tl.static_range(PICKED):
-        best = tl.max(odds, 1)
-        winner = tl.argmax(odds, 1)
+        winner = tl.argmax(choice, 1)
+        won = expert[None, :] == winner[:, None]
         mine = (slot == j)[None, :]
         chosen = tl.where(mine, winner[:, None].to(tl.int64), chosen)
-        weight = tl.where(mine, best[:, None], weight)
-        odds = tl.where(expert[None, :] == winner[:, None], -1.0, odds)
-    if SHARED:
-        weight = weight / tl.sum(weight, 1)[:, None]
+        weight = tl.where(mine, tl.sum(tl.where(won, score, 0.0), 1)[:, None], weight)
+        choice = tl.where(won, -float("inf"), choice)
+    if NORMALISED:
+        weight = weight / (tl.sum(weight, 1)[:, None] + eps)
+    weight = weight * factor
     at = token[:, None] * PICKED + slot[None, :]
     kept = (token < tokens)[:, None] & (slot < PICKED)[None, :]
     tl.store(index + at, chosen, mask=kept)
@@ -286,29 +314,37 @@ def down(
     return out
 
 
-def sum_parts(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]."""
+def sum_parts(parts: torch.Tensor, weights: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]. With `into`, add the sum to it in
+    place."""
     tokens, picked = weights.shape
     dim = parts.shape[1]
-    out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device)
+    out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device) if into is None else into
     columns = min(1024, triton.next_power_of_2(dim))
+    if not tokens:
+        return out
     _sum_kernel[(tokens, triton.cdiv(dim, columns))](
         parts, weights, out, PICKED=picked, DIM=dim, COLUMNS=columns, ROUNDED=weights.dtype == parts.dtype,
+        ADDS=into is not None,
         num_warps=max(1, columns // 256),
     )  # fmt: skip
     return out
 
 
-def topk_softmax(
-    logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
+def choose_experts(
+    logits: torch.Tensor, routing: Any, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the routing of `interface.choose_experts`, which has checked the arguments."""
     tokens, experts = logits.shape
-    weights = torch.empty((tokens, picked), dtype=dtype, device=logits.device)
-    index = torch.empty((tokens, picked), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((tokens, routing.picked), dtype=dtype, device=logits.device)
+    index = torch.empty((tokens, routing.picked), dtype=torch.int64, device=logits.device)
     bins, rows = max(16, triton.next_power_of_2(experts)), 4
     if tokens:
         _choose_kernel[(triton.cdiv(tokens, rows),)](
-            logits, weights, index, tokens, EXPERTS=experts, BINS=bins, PICKED=picked,
-            SLOTS=triton.next_power_of_2(picked), ROWS=rows, SHARED=shared, num_warps=rows,
+            logits, logits if bias is None else bias, weights, index, tokens, routing.factor, routing.eps,
+            EXPERTS=experts, BINS=bins, PICKED=routing.picked, SLOTS=triton.next_power_of_2(routing.picked), ROWS=rows,
+            SIGMOID=routing.sigmoid, BIASED=bias is not None, GROUPS=routing.groups,
+            GROUP_BINS=triton.next_power_of_2(routing.groups), KEPT=routing.kept, BEST=routing.best,
+            NORMALISED=routing.normalised, num_warps=rows,
         )  # fmt: skip
     return weights, index

@@ -15,7 +15,8 @@ in torch, CUDA tensors in one Triton kernel.
 | q, q_out         | [tokens, heads, d]       | any, unit in d          | without q_out, q is rotated in place               |
 
 MLA latents use the same call with one head and no V: `write(pages, None, slots, latent, None)`. If the last dims of
-the latents still need rotation, pass `Rotary(…, tail=True)`.
+the latents still need rotation, pass `Rotary(…, tail=True)`. If the dims before them still need an RMS norm, pass
+`norm`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import torch
 
 from kvloom.kernels.dtypes import quantised_max
+from kvloom.kernels.fused import RMSNorm
 
 from . import reference
 from .reference import Rotary
@@ -42,8 +44,10 @@ def write(
     rotary: Rotary | None = None,
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
+    norm: RMSNorm | None = None,
 ) -> None:
-    """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
+    """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding. With `norm`, the dims of `k` that
+    are not rotated are normalised.
 
     K and V are quantised for int8 and fp8 pages. If the scales are in pages, the call computes one float32 scale per
     token and head (amax / 127 for int8, amax / 448 for fp8), and stores it in the page. With static scales, values
@@ -64,13 +68,17 @@ def write(
         _check_rotary(rotary, k, q)
     elif q is not None or q_out is not None:
         raise ValueError("q is only rotated: give rotary, or omit q")
+    if norm is not None:
+        _check_norm(norm, k, rotary)
     if q_out is not None and (q is None or q_out.shape != q.shape or q_out.stride(-1) != 1):
         raise ValueError(f"q_out {tuple(q_out.shape)} needs a q of its shape, contiguous in its last axis")
     if k.is_cuda and k.dtype != torch.float64:
         from . import triton_write
 
-        triton_write.write(k_pages, v_pages, slots, k, v, k_scale, v_scale, rotary, q, q_out)
+        triton_write.write(k_pages, v_pages, slots, k, v, k_scale, v_scale, rotary, q, q_out, norm)
         return
+    if norm is not None:
+        k = torch.cat((norm(k[..., : len(norm.weight)]), k[..., len(norm.weight) :]), -1)
     reference.write(k_pages, slots, k, k_scale, rotary)
     if v is not None and v_pages is not None:
         reference.write(v_pages, slots, v, v_scale)
@@ -112,6 +120,17 @@ def _check(
         raise ValueError(
             f"{name}_scale {tuple(scale.shape)} is neither one value nor {pages.shape[2]} heads'"
         )
+
+
+def _check_norm(norm: RMSNorm, k: torch.Tensor, rotary: Rotary | None) -> None:
+    rotated = 2 * rotary.cos.shape[1] if rotary is not None else 0
+    if norm.weight.shape != (k.shape[2] - rotated,) or norm.weight.stride(0) != 1:
+        raise ValueError(
+            f"a norm of {tuple(norm.weight.shape)} does not fit k {tuple(k.shape)} with {rotated} rotated dims: it needs one "
+            "weight for each of the other dims"
+        )
+    if rotated and not (rotary is not None and rotary.tail):
+        raise ValueError("a norm needs the rotated dims at the end of k: give Rotary(…, tail=True)")
 
 
 def _check_rotary(rotary: Rotary, k: torch.Tensor, q: torch.Tensor | None) -> None:

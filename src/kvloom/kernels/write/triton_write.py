@@ -25,6 +25,7 @@ from triton.language.extra.cuda import (
 
 from kvloom.kernels.device import pdl_options, supports_pdl
 from kvloom.kernels.dtypes import quantised_max
+from kvloom.kernels.fused import RMSNorm
 
 from .reference import SMALLEST_SCALE, Rotary
 
@@ -138,6 +139,8 @@ def _append(
     cos_pair,
     sin_token,
     sin_pair,
+    norm,
+    eps,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -151,9 +154,11 @@ def _append(
     SCALES: tl.constexpr,
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Write K or V of some heads and tokens to their pages. SCALES is 0 for pages without scales, 1 for one scale
-    per head, and 2 for one scale per token and head. With 2, the scale is stored in the page."""
+    per head, and 2 for one scale per token and head. With 2, the scale is stored in the page. NORM is 1 if the dims
+    that are not rotated are normalised (2: with 1 + weight)."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -166,6 +171,14 @@ def _append(
     rest_mask = kept[:, None] & (lane < DIM - 2 * PAIRS)
     if DIM > 2 * PAIRS:
         rest = tl.load(x[:, None] + rest_at + lane, mask=rest_mask, other=0.0).to(tl.float32)
+        if NORM > 0:
+            w = tl.load(norm + lane, mask=lane < DIM - 2 * PAIRS, other=0.0).to(tl.float32)
+            rest = rest * tl.rsqrt(tl.sum(rest * rest, 1) / (DIM - 2 * PAIRS) + eps)[:, None]
+            if NORM == 2:
+                rest = rest * (1.0 + w)
+            else:
+                rest = rest.to(new.dtype.element_ty).to(tl.float32) * w
+            rest = rest.to(new.dtype.element_ty).to(tl.float32)
     if PAIRS > 0:
         a, b = _load_pairs(x + turned_at, kept, PAIRS, WIDE, ROWS, ADJACENT_IN)
         a, b = _rotate(
@@ -283,6 +296,8 @@ def _write_kernel(
     cos_pair,
     sin_token,
     sin_pair,
+    norm,
+    eps,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -305,6 +320,7 @@ def _write_kernel(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     Q_ROWS: tl.constexpr,
+    NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -318,16 +334,17 @@ def _write_kernel(
         _append(program * ROWS + lane, tokens, slots, slot_stride, k, k_token, k_head,
                 k_pages, k_page_stride, k_page_token, k_page_head, 1,
                 k_scale, k_scale_page, k_scale_token, k_scale_head,
-                cos, sin, cos_token, cos_pair, sin_token, sin_pair,
-                HEADS, BLOCK, K_DIM, PAIRS, WIDE, K_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, K_MOST, K_SCALES, ROUNDED, ROWS)
+                cos, sin, cos_token, cos_pair, sin_token, sin_pair, norm, eps,
+                HEADS, BLOCK, K_DIM, PAIRS, WIDE, K_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, K_MOST, K_SCALES, ROUNDED, ROWS,
+                NORM)
     else:
         program -= each
         if V_DIM > 0 and program < each:
             _append(program * ROWS + lane, tokens, slots, slot_stride, v, v_token, v_head,
                     v_pages, v_page_stride, v_page_token, v_page_head, v_page_column,
                     v_scale, v_scale_page, v_scale_token, v_scale_head,
-                    cos, sin, cos_token, cos_pair, sin_token, sin_pair,
-                    HEADS, BLOCK, V_DIM, 0, WIDE, V_REST, False, False, False, V_MOST, V_SCALES, False, ROWS)
+                    cos, sin, cos_token, cos_pair, sin_token, sin_pair, norm, eps,
+                    HEADS, BLOCK, V_DIM, 0, WIDE, V_REST, False, False, False, V_MOST, V_SCALES, False, ROWS, 0)
         if Q_DIM > 0:
             if V_DIM > 0:
                 program -= each
@@ -349,6 +366,7 @@ def write(
     rotary: Rotary | None = None,
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
+    norm: RMSNorm | None = None,
 ) -> None:
     """Launch the kernel. `kvloom.kernels.write.write` has checked the arguments."""
     tokens, heads, k_dim = k.shape
@@ -397,6 +415,8 @@ def write(
         *_scale_strides(v_scale),
         *cos.stride(),
         *sin.stride(),
+        k if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
         HEADS=heads,
         BLOCK=k_pages.shape[1],
         K_DIM=k_dim,
@@ -419,6 +439,7 @@ def write(
         ROUNDED=rotary is not None and rotary.rounded,
         ROWS=rows,
         Q_ROWS=q_rows,
+        NORM=0 if norm is None else 2 if norm.form == "gemma" else 1,
         OVERLAP=supports_pdl(k.device),
         num_warps=warps,
         enable_fp_fusion=False,  # products and sums are rounded separately, as torch rounds them

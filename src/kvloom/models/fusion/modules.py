@@ -9,10 +9,11 @@ the model was prepared for pages.
 | `apply_rotary_pos_emb`             | one launch                                                |
 | rotary embeddings (`rotary_cache`) | on a GPU, a table lookup                                  |
 | decoder layers with these modules  | residuals added by the product, or by the norm after it   |
+| MLA (`latent_attention`)           | on a GPU, one product, and one launch until attention     |
 | attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
 |                                    | single tokens are rotated by the launch that writes them, |
 |                                    | prompts by the launch that norms q and k                  |
-| experts and routers (`moe`)        | two grouped matrix products, one launch for the routing   |
+| mixtures of experts (`moe`)        | two grouped matrix products, one launch for the routing   |
 
 Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
 input. A module with different results is not changed. Weights are joined in one tensor, and the weights of the
@@ -43,8 +44,9 @@ from kvloom.kernels.fused import (
 
 from . import cpu_decoder_layer
 from .fused_attention import FusedAttention, fuse_attention
-from .moe import fuse_experts, fuse_router
-from .product import Product, registered
+from .latent_attention import fuse_latent_attention
+from .moe import FusedBlock, fuse_block, fuse_experts, fuse_router
+from .product import Product, can_join, registered
 from .rotary_cache import fuse_rotary_embedding
 
 __all__ = ["fuse"]
@@ -167,7 +169,7 @@ class _FusedMLP:
 
 def _fuse_mlp(module: Any) -> bool:
     found = _projections(module, "gate", "up", "down")
-    if found is None or not _can_join(found[0], found[1]):
+    if found is None or not can_join(found[0], found[1], rows=True):
         return False
     gate, up, down = found
     x = _random_input(2, gate.in_features, like=gate.weight)
@@ -208,7 +210,7 @@ class _FusedDecoderLayer:
         posts: tuple[_FusedNorm, ...],
     ) -> None:
         self._module, self._output, self._pres, self._posts = module, output, pres, posts
-        self._mlp: _FusedMLP = module.mlp.forward
+        self._mlp: _FusedMLP | FusedBlock = module.mlp.forward
         self.after: _FusedNorm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
@@ -265,7 +267,7 @@ def _fuse_layer(module: Any) -> bool:
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
-    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP):
+    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP | FusedBlock):
         return False
     posts: tuple[str, ...]
     for pres, posts in ((PRES, ()), SANDWICH):
@@ -290,7 +292,7 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
     the layer."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     plain = type(attention) is FusedAttention and attention.plain
-    if layer._posts or not plain or mlp.gate_up.bias is not None:
+    if layer._posts or not plain or not isinstance(mlp, _FusedMLP) or mlp.gate_up.bias is not None:
         return layer
     first, second = (
         cpu_decoder_layer.CpuNorm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres
@@ -329,7 +331,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
 
 def _fuse_projections(module: Any) -> bool:
     found = _projections(module, "q", "k", "v")
-    if found is None or not all(_can_join(found[0], other, rows=False) for other in found):
+    if found is None or not all(can_join(found[0], other) for other in found):
         return False
     q, k, v = found
     product = Product(q, k, v).register()
@@ -363,11 +365,6 @@ def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
     return plain if len(plain) == len(names) else None
 
 
-def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
-    same = a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
-    return same and a.weight.dtype == b.weight.dtype and (not rows or a.out_features == b.out_features)
-
-
 def _fuse_rotary(modeling: Any, model: Any) -> int:
     """Replace `apply_rotary_pos_emb` of a modeling file by one launch if both compute the same results. Return 1 if
     it was replaced, else 0.
@@ -398,11 +395,18 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
     return 1
 
 
+def _fuse_latent_attention(module: Any) -> bool:
+    """Fuse an MLA module on a GPU. On a CPU, launches cost little."""
+    return next(module.parameters(), torch.empty(0)).is_cuda and fuse_latent_attention(module)
+
+
 FUSIONS: dict[str, Callable[[Any], bool]] = {
     "norms": _fuse_norm,
     "gated MLPs": _fuse_mlp,
     "projections": _fuse_projections,
     "attentions": fuse_attention,
+    "latent attentions": _fuse_latent_attention,
     "experts": fuse_experts,
     "routers": fuse_router,
+    "mixtures of experts": fuse_block,
 }

@@ -1,26 +1,39 @@
 """Mixtures of experts in Hugging Face modules, computed as grouped matrix products.
 
-| found in a model                                              | replaced by                                  |
-|---------------------------------------------------------------|----------------------------------------------|
-| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device |
-| routers: softmax of one product, top-k                        | one launch after the product                 |
+| found in a model                                              | replaced by                                       |
+|---------------------------------------------------------------|---------------------------------------------------|
+| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device      |
+| routers: softmax or sigmoid of one product, top-k             | one launch after the product                      |
+| blocks of a router, experts, and shared experts               | the same, added to the residual without launches  |
 
 Each replacement is first compared on random input. A module with different results is not changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from kvloom.kernels.fused import Activation
-from kvloom.kernels.moe import candidate_tiles, fused_moe, topk_softmax
+from kvloom.kernels.fused import Activation, linear_float32
+from kvloom.kernels.moe import (
+    Routing,
+    candidate_tiles,
+    choose_experts,
+    expert_outputs,
+    fused_moe,
+    sum_outputs,
+)
 
-__all__ = ["fuse_experts", "fuse_router"]
+__all__ = ["FusedBlock", "fuse_block", "fuse_experts", "fuse_router"]
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+ROUTER_TOLERANCE = 1e-5
+"""Tensor cores round sums in float32 more coarsely than other units."""
 
 
 def fuse_experts(module: Any) -> bool:
@@ -49,50 +62,189 @@ def fuse_experts(module: Any) -> bool:
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
             # Weights are read at each call, because loading weights later replaces them.
-            module.forward = lambda x, index, weights, activation=activation: fused_moe(
-                x, index, weights, module.gate_up_proj, module.down_proj, activation
-            )
+            module.forward = _FusedExperts(module, activation)
             return True
     return False
+
+
+class _FusedExperts:
+    """The fused forward of experts."""
+
+    def __init__(self, module: Any, activation: Activation) -> None:
+        self._module, self._activation = module, activation
+
+    def outputs(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the selected experts of each token, [tokens * picked, dim]."""
+        gate_up, down = self._module.gate_up_proj, self._module.down_proj
+        return expert_outputs(x, index, gate_up, down, self._activation)
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self._module.gate_up_proj, self._module.down_proj
+        return fused_moe(x, index, weights, gate_up, down, self._activation)
 
 
 def fuse_router(module: Any) -> bool:
-    """Replace a router's softmax and top-k by one launch if it selects the same experts. Return whether it was
-    replaced."""
+    """Replace the selection of experts after a router's product by one launch if it selects the same experts. Return
+    whether it was replaced."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
         return False
-    if set(dict(module.named_parameters())) != {"weight"} or list(module.buffers()):
+    bias, buffers = getattr(module, "e_score_correction_bias", None), list(module.buffers())
+    known = not buffers or (len(buffers) == 1 and buffers[0] is bias and bias.shape == weight.shape[:1])
+    if set(dict(module.named_parameters())) != {"weight"} or not known:
         return False
-    x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(picked))
-    x = x.to(weight.device, weight.dtype)
+    draw = torch.Generator().manual_seed(picked)
+    x = torch.randn(5, weight.shape[1], generator=draw).to(weight.device, weight.dtype)
+    own = None if bias is None else bias.clone()
+    if bias is not None:
+        bias.copy_(torch.rand(bias.shape, generator=draw))  # zeros would not show whether the module uses it
     try:
         logits, scores, index = module(x)
+        if logits.shape != (5, len(weight)) or scores.shape != (5, picked) or index.shape != scores.shape:
+            return False
+        for routing in _candidates(module):
+            for exact in (False, True):
+                fused = _FusedRouter(module, routing, scores.dtype, exact)
+                # The oracle is tried first, because every form of the kernel would be compiled.
+                if not fused.agrees(*fused.oracle(x), logits, scores, index):
+                    continue
+                if fused.agrees(*fused(x), logits, scores, index):
+                    module.forward = fused
+                    return True
     except (TypeError, ValueError, RuntimeError):
         return False
-    if logits.shape != (5, len(weight)) or scores.shape != (5, picked) or index.shape != scores.shape:
-        return False
-    for shared in (True, False):
-        found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
-        # Among equal probabilities another expert may be selected, so the logits of the experts are compared.
-        alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
-        if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
-            module.forward = _router(module, picked, shared, scores.dtype)
-            return True
+    finally:
+        if bias is not None:
+            bias.copy_(own)
     return False
 
 
-def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = functional.linear(x.reshape(-1, x.shape[-1]), module.weight)
-        return logits, *topk_softmax(logits, picked, shared, dtype)
+def _candidates(module: Any) -> Iterator[Routing]:
+    """Yield the routings that a router's attributes allow, the usual ones first."""
+    base = Routing(module.top_k, factor=float(getattr(module, "routed_scaling_factor", None) or 1.0))
+    groups, kept = getattr(module, "num_group", None) or 1, getattr(module, "topk_group", None) or 1
+    ways = [base]
+    if groups > 1:
+        ways = [replace(base, groups=groups, kept=kept, best=best) for best in (2, 1)] + ways
+    for sigmoid in (False, True):
+        for way in ways:
+            for normalised in (True, False):
+                yield replace(way, sigmoid=sigmoid, normalised=normalised, eps=1e-20 if sigmoid else 0.0)
 
-    return forward
+
+class _FusedRouter:
+    """The fused forward of a router. With `exact`, logits are computed in float32."""
+
+    def __init__(self, module: Any, routing: Routing, dtype: torch.dtype, exact: bool) -> None:
+        self._module, self._routing, self._dtype, self._exact = module, routing, dtype, exact
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(-1, x.shape[-1])
+        return (linear_float32 if self._exact else functional.linear)(x, self._module.weight)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, bias = self._logits(x), getattr(self._module, "e_score_correction_bias", None)
+        return logits, *choose_experts(logits, self._routing, self._dtype, bias)
+
+    def oracle(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the same as a call, computed by torch."""
+        logits, bias = self._logits(x), getattr(self._module, "e_score_correction_bias", None)
+        bias = None if bias is None else bias.cpu()
+        weights, index = choose_experts(logits.cpu(), self._routing, self._dtype, bias)
+        return logits, weights.to(x.device), index.to(x.device)
+
+    @staticmethod
+    def agrees(
+        found: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor,
+        index: torch.Tensor,
+    ) -> bool:  # fmt: skip
+        """Return whether both selected the same experts with the same weights. Among equal scores another expert may
+        be selected, so the logits of the experts are compared."""
+        if found.dtype != logits.dtype or weights.dtype != scores.dtype:
+            return False
+        wanted, got = (logits.gather(1, each).sort(-1) for each in (index, chosen))
+        if not torch.equal(wanted[0], got[0]):
+            return False
+        pairs = (scores.gather(1, wanted[1]), weights.gather(1, got[1])), (logits, found)
+        return all(_same_rows(own, new, ROUTER_TOLERANCE) for own, new in pairs)
 
 
-def _same_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ only by rounding in every tensor row."""
+class FusedBlock:
+    """The fused forward of a mixture of experts: router, experts, and shared experts if there are any. If `into` is
+    given, the result is added to that tensor.
+
+    In a CUDA graph, shared experts run at the same time as the other experts, on a stream of their own.
+    """
+
+    adds = True
+    """The forward can add its result to a tensor."""
+
+    def __init__(self, module: Any, shared: Any) -> None:
+        self._module, self._shared = module, shared
+
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        target = None if into is None else into.view(-1, into.shape[-1])
+        side = None
+        if self._shared is not None:
+            side = _side_stream(flat) if target is not None else None
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                target = self._shared.forward(flat, into=target)
+        _, weights, index = self._module.gate(flat)
+        outputs = self._module.experts.forward.outputs(flat, index)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        return sum_outputs(outputs, weights, x.dtype, target).view(x.shape)
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(x: torch.Tensor) -> torch.cuda.Stream | None:
+    """Return a second stream that continues after the current one, or None outside a capture. Without a graph, the host
+    would launch too slowly for kernels to overlap."""
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    side = _SIDE_STREAMS.get(x.device)
+    if side is None:
+        side = _SIDE_STREAMS[x.device] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    return side
+
+
+def fuse_block(module: Any) -> bool:
+    """Replace the forward of a block of router, experts, and possibly shared experts by a `FusedBlock`. Return whether
+    it was replaced. The parts of the block must already be fused. The block is replaced only if both forwards compute
+    the same results."""
+    gate: Any = getattr(module, "gate", None)
+    experts: Any = getattr(module, "experts", None)
+    if not isinstance(getattr(experts, "forward", None), _FusedExperts):
+        return False
+    if not isinstance(getattr(gate, "forward", None), _FusedRouter):
+        return False
+    shared = getattr(module, "shared_experts", getattr(module, "shared_expert", None))
+    if shared is not None and not getattr(getattr(shared, "forward", None), "adds", False):
+        return False
+    weight = experts.gate_up_proj
+    x = torch.randn(1, 5, weight.shape[2], generator=torch.Generator().manual_seed(5)).to(weight)
+    fused = FusedBlock(module, shared)
+    try:
+        wanted = module(x)
+        if not isinstance(wanted, torch.Tensor) or not _same_rows(fused(x), wanted):
+            return False
+        if not _same_rows(fused(x, into=x.clone()), x + wanted):
+            return False
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+    module.forward = fused
+    return True
+
+
+def _same_rows(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:
+    """Return whether two results differ only by rounding in every tensor row. A relative difference below `least` is
+    always allowed."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)
-    return bool((distance <= 8 * torch.finfo(a.dtype).eps * b.double().norm(dim=-1)).all())
+    near = max(least, 8 * torch.finfo(a.dtype).eps)
+    return bool((distance <= near * b.double().norm(dim=-1)).all())

@@ -13,7 +13,7 @@ from torch import nn
 
 from kvloom.kernels.fused import linear
 
-__all__ = ["Product", "Term", "product_of", "registered"]
+__all__ = ["Product", "Term", "can_join", "product_of", "registered"]
 
 
 class Term(Protocol):
@@ -92,6 +92,13 @@ def product_of(layer: nn.Linear) -> Product:
     product = Product(layer).register()
     layer.forward = product  # type: ignore[method-assign, assignment]
     return product
+
+
+def can_join(a: nn.Linear, b: nn.Linear, rows: bool = False) -> bool:
+    """Return whether the weights of two layers fit into one tensor. With `rows`, they must have equal numbers of
+    outputs."""
+    same = a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
+    return same and a.weight.dtype == b.weight.dtype and (not rows or a.out_features == b.out_features)
 
 
 def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

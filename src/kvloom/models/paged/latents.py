@@ -18,17 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from kvloom.kernels.attention import attend_dense, merge_outputs
 from kvloom.kernels.device import upload
 
-__all__ = ["ExpandedPlan", "absorb"]
+__all__ = ["Absorbed", "ExpandedPlan", "absorb", "into_latent_space", "out_of_latent_space"]
 
-MIN_QUERIES = 256
-"""A sequence with at least this many new tokens is expanded."""
-MIN_QUERIES_ALONE = 64
-"""A sequence without cached tokens is expanded if it has at least this many new tokens."""
+MIN_QUERIES = 128
+"""A sequence is expanded if its tokens are read by at least this many new tokens on average. Measured on an H200: with
+fewer, the projection of its latents costs more time than it saves."""
 
 
 def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Tensor:
@@ -36,6 +34,25 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
     dims, rank] projects latents to keys and values."""
     plain, rest = torch.split(query, [query.shape[-1] - rotated, rotated], -1)
     return torch.cat((torch.einsum("thd,hdr->thr", plain, weight[:, : plain.shape[-1]]), rest), -1)
+
+
+@torch.no_grad()
+def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write queries [tokens, heads, dim], multiplied by the up-projection of keys [heads, dim, rank], to `out` [tokens,
+    heads, rank]. Any strides are possible."""
+    torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
+
+
+@torch.no_grad()
+def out_of_latent_space(
+    found: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return attention results in latent space [tokens, heads, rank], multiplied by the up-projection of values [heads,
+    dim, rank], as [tokens, heads, dim]. Writes to `out` if it is given."""
+    if out is None:
+        out = found.new_empty((*found.shape[:2], weight.shape[1]))
+    torch.bmm(found.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +70,37 @@ class _Part:
     merges: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """The sequences of a step that are not expanded: the first query of each, numbers of tokens, and which queries and
+    rows of block tables are theirs."""
+
+    bounds: tuple[int, ...]
+    lengths: tuple[int, ...]
+    queries: slice | torch.Tensor
+    rows: slice | torch.Tensor
+
+
 class ExpandedPlan:
-    """The sequences of a step that are expanded: all sequences from number `first` on. A plan is made once per step, and
-    every layer runs it."""
+    """The sequences of a step that are expanded, and the others. A plan is made once per step, and every layer runs
+    it."""
 
     def __init__(
-        self, first: int, bounds: Sequence[int], lengths: Sequence[int], limit: int, device: torch.device
+        self,
+        chosen: Sequence[int],
+        bounds: Sequence[int],
+        lengths: Sequence[int],
+        limit: int,
+        device: torch.device,
     ) -> None:
-        """`bounds` contains the first query of each sequence, and `lengths` the number of its tokens, with the new
-        ones. At most `limit` tokens are expanded at a time."""
-        self.first, self.first_query, self._limit = first, bounds[first], limit
+        """`chosen` are the numbers of the expanded sequences. `bounds` contains the first query of each sequence, and
+        `lengths` the number of its tokens, with the new ones. At most `limit` tokens are expanded at a time."""
+        self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []
-        for place in range(first, len(lengths)):
-            if group and sum(lengths[i] for i in [*group, place]) > limit:
+        for place in chosen:
+            adjacent = not group or place == group[-1] + 1
+            if group and (not adjacent or sum(lengths[i] for i in [*group, place]) > limit):
                 self._add_group(group, bounds, lengths, device)
                 group = []
             if lengths[place] > limit:
@@ -75,18 +109,35 @@ class ExpandedPlan:
                 group.append(place)
         if group:
             self._add_group(group, bounds, lengths, device)
+        self.absorbed = self._others(set(chosen), bounds, lengths, device)
 
     @classmethod
     def of_step(
         cls, bounds: Sequence[int], lengths: Sequence[int], limit: int, device: torch.device
     ) -> ExpandedPlan | None:
-        """Return the plan of a step. None if no sequence is worth it. Decoding sequences come first in a step, so all
-        sequences after the first long one are expanded."""
+        """Return the plan of a step. None if no sequence is worth it."""
+        chosen = []
         for place, length in enumerate(lengths):
             queries = bounds[place + 1] - bounds[place]
-            if queries >= (MIN_QUERIES_ALONE if queries == length else MIN_QUERIES):
-                return cls(place, bounds, lengths, limit, device)
-        return None
+            if queries * (1 - queries / (2 * length)) >= MIN_QUERIES:  # a new token does not read later ones
+                chosen.append(place)
+        return cls(chosen, bounds, lengths, limit, device) if chosen else None
+
+    @staticmethod
+    def _others(
+        chosen: set[int], bounds: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> Absorbed | None:
+        """Return the sequences that are not expanded, or None. If they come first in the step, nothing is copied."""
+        others = [place for place in range(len(lengths)) if place not in chosen]
+        if not others:
+            return None
+        counts = [bounds[place + 1] - bounds[place] for place in others]
+        starts = (0, *np.cumsum(counts).tolist())
+        own = tuple(lengths[place] for place in others)
+        if others[-1] == len(others) - 1:
+            return Absorbed(starts, own, slice(0, starts[-1]), slice(0, len(others)))
+        queries = np.concatenate([np.arange(bounds[place], bounds[place + 1]) for place in others])
+        return Absorbed(starts, own, upload(queries, device), upload(np.array(others), device))
 
     def _add_group(
         self, group: list[int], bounds: Sequence[int], lengths: Sequence[int], device: torch.device
@@ -153,10 +204,11 @@ class ExpandedPlan:
         for part in self._parts:
             pages = tables[part.rows, part.positions // block].long()
             found = latents[pages, part.positions % block]
-            both = linear(found[:, :rank], weight.reshape(-1, rank)).view(-1, heads, wide)
-            rotated = found[:, None, rank:].expand(-1, heads, -1)
-            keys = torch.cat((both[..., : wide - v_dim], rotated), -1)
-            values = both[..., wide - v_dim :]
+            keys = found.new_empty((len(found), heads, wide - v_dim + found.shape[1] - rank))
+            keys[..., wide - v_dim :] = found[:, None, rank:]
+            shared = found[:, None, :rank].expand(-1, heads, -1)
+            out_of_latent_space(shared, weight[:, : wide - v_dim], keys[..., : wide - v_dim])
+            values = out_of_latent_space(shared, weight[:, wide - v_dim :])
             own = query[part.queries], keys, values, part.starts, part.token_starts, part.causal, scale
             results = out[part.queries], lse[part.queries]
             if part.merges:

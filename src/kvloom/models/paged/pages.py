@@ -9,6 +9,7 @@ layers get their views here and read pages themselves (`mixers`, `cross_attentio
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -37,6 +38,7 @@ from kvloom.kernels.attention import (
     supports_dense,
 )
 from kvloom.kernels.dtypes import FLOAT_DTYPES
+from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
 from kvloom.models.specs import DRAFT_PREFIX, ModelError
@@ -44,7 +46,7 @@ from kvloom.models.specs import DRAFT_PREFIX, ModelError
 from .batch import Batch
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
-from .latents import ExpandedPlan, absorb
+from .latents import Absorbed, ExpandedPlan, absorb, into_latent_space, out_of_latent_space
 from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
@@ -53,6 +55,10 @@ __all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
 _HANDLES = count()
 PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 """All live `Pages`, by handle. An operation of a compiled model finds its pages here."""
+
+LAST_WRITTEN = threading.local()
+"""The handle of the `Pages` of this thread's last cache update. Modules that do not pass their keywords on to
+attention find their pages by it."""
 
 
 class GraphSplitter(Protocol):
@@ -193,6 +199,47 @@ class Pages(EmptyCache):
         """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]
 
+    @property
+    def token_layers(self) -> list[int]:
+        """The layers that store tokens."""
+        return list(self._views)
+
+    @property
+    def state_layers(self) -> list[int]:
+        """The layers that store a state."""
+        return list(self._states)
+
+    def read_tokens(
+        self, layer_idx: int, row: int, first: int, end: int, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return a copy of a layer's tokens `first` to `end` of one sequence of the step, which has number `row`. The
+        result has one tensor [tokens, …] per field, in `dtype`, without quantisation."""
+        view, batch = self._views[layer_idx][0], self.batch
+        at = torch.arange(first, end, device=self.device)
+        block = self.layout.block_tokens
+        place = batch.tables[view.group][view.run][row, at // block].long(), at % block
+        found = {}
+        for name, pages in view.fields.items():
+            if name.endswith("_scale"):
+                continue
+            tokens, scale = pages[place], view.fields.get(f"{name}_scale")
+            if scale is not None:  # in pages, or one for each head
+                scale = scale[place] if scale.dim() == 3 else scale.flatten()
+                tokens = tokens.float() * (scale if name == "latent" else scale[..., None])
+            found[name] = tokens.to(dtype)
+        return found
+
+    def write_tokens(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new keys and values [tokens, heads, dim] of all sequences of the step to their slots."""
+        self._write(self._views[layer_idx][0], key, value)
+
+    def write_index(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Write the new keys [tokens, dim] of a layer's indexer to their slots."""
+        view, batch = self._views[layer_idx][0], self.batch
+        view.fields["index"][batch.pages[view.group][view.run], batch.places] = keys.to(
+            view.fields["index"].dtype
+        )
+
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,6 +247,8 @@ class Pages(EmptyCache):
         attention of the layer writes them to pages before it reads.
         """
         self._new = layer_idx, key, value
+        if not torch.compiler.is_compiling():
+            LAST_WRITTEN.handle = self.handle
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,8 +333,75 @@ class Pages(EmptyCache):
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
+    def attend_latents(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        norm: RMSNorm,
+        rotary: Rotary,
+        scale: float,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Normalise, rotate and write the new latents of an MLA layer [tokens, dims], in one launch that also rotates
+        the last dims of packed queries [tokens, heads, dim]. Then return attention [tokens, heads, dim of v].
+
+        `weight` is the up-projection. Long prompts are expanded (see `latents`). May rotate queries in place.
+        """
+        view, rank = self._views[layer_idx][0], weight.shape[2]
+        plain = query.shape[-1] - (latents.shape[-1] - rank)
+        absorbs = self._splitter is None and not self.expands_latents(layer_idx, query, weight)
+        absorbed = query.new_empty((*query.shape[:2], latents.shape[-1])) if absorbs else None
+        write(
+            view.fields["latent"][:, :, None], None, self.batch.slots[view.group][view.run], latents[:, None], None,
+            k_scale=view.fields.get("latent_scale"), norm=norm, rotary=rotary, q=query[..., plain:],
+            q_out=None if absorbed is None else absorbed[..., rank:],
+        )  # fmt: skip
+        if absorbed is not None:
+            into_latent_space(query[..., :plain], weight[:, :plain], absorbed[..., :rank])
+            found = self._read(layer_idx, scale, None, None, rank, absorbed, query, query)
+            return out_of_latent_space(found, weight[:, plain:])
+        read = partial(self._read_latents, layer_idx, scale, weight)
+        if self._splitter is None:
+            return read(query, query, query)
+        return self._splitter.split_at(read, query, query, query, weight.shape[1] - plain)
+
+    def _read_latents(
+        self,
+        layer_idx: int,
+        scale: float,
+        weight: torch.Tensor,
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of packed queries over the latents of a layer. Writes to `out` if it is given. Sequences that
+        the plan of the step does not expand are computed in latent space."""
+        view = self._views[layer_idx][0]
+        latents, rank = view.fields["latent"], weight.shape[2]
+        rotated = latents.shape[-1] - rank
+        plain = query.shape[-1] - rotated
+        if out is None:
+            out = query.new_empty((*query.shape[:2], weight.shape[1] - plain))
+        some: Absorbed | None = None
+        if self.expands_latents(layer_idx, query, weight):
+            plan = self._expanded
+            assert plan
+            plan.attend(query, latents, self.batch.tables[view.group][view.run], weight, scale, out)
+            some = plan.absorbed
+            if some is None:
+                return out
+        absorbed = absorb(query if some is None else query[some.queries], weight, rotated)
+        found = self._read(layer_idx, scale, None, None, rank, absorbed, new_k, new_v, some=some)
+        if some is None or isinstance(some.queries, slice):
+            out_of_latent_space(found, weight[:, plain:], out if some is None else out[some.queries])
+        else:
+            out[some.queries] = out_of_latent_space(found, weight[:, plain:])
+        return out
+
     def expands_latents(self, layer_idx: int, query: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return whether `attend_expanded` computes an MLA layer in this step. `weight` is the up-projection."""
+        """Return whether long prompts of this step are expanded in an MLA layer. `weight` is the up-projection."""
         if self._expanded is None:
             batch = self.batch
             plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
@@ -312,20 +428,9 @@ class Pages(EmptyCache):
         """Write the new latents of an MLA layer (`key` and its rotated part `value`). Then return attention of packed
         queries [tokens, heads, dim]: of long prompts with expanded keys and values, of the sequences before them in
         latent space. `weight` is the up-projection."""
-        view, plan = self._views[layer_idx][0], self._expanded
-        assert plan
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
-        self._write(view, new_k, new_v)
-        nope = query.shape[-1] - value.shape[-1]
-        out = query.new_empty((*query.shape[:2], weight.shape[1] - nope))
-        plan.attend(query, view.fields["latent"], self.batch.tables[view.group][view.run], weight, scale, out)
-        if plan.first:
-            absorbed = absorb(query[: plan.first_query], weight, value.shape[-1])
-            found = self._read(
-                layer_idx, scale, None, None, weight.shape[2], absorbed, new_k, new_v, sequences=plan.first
-            )
-            out[: plan.first_query] = torch.einsum("thr,hdr->thd", found, weight[:, nope:])
-        return out
+        self._write(self._views[layer_idx][0], new_k, new_v)
+        return self._read_latents(layer_idx, scale, weight, query, new_k, new_v)
 
     def _read(
         self,
@@ -338,19 +443,21 @@ class Pages(EmptyCache):
         new_k: torch.Tensor,
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
-        sequences: int | None = None,
+        some: Absorbed | None = None,
     ) -> torch.Tensor:
         """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. `query` has the
-        queries of the first `sequences` sequences, or of all."""
+        queries of `some` sequences, or of all."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
         tables = (batch if cold is None else cold).tables[view.group][view.run]
+        if some is not None:
+            tables = tables[some.rows]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
-        plan = self._plan(shape, span, sequences)
+        plan = self._plan(shape, span, some)
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
@@ -421,8 +528,8 @@ class Pages(EmptyCache):
             self._shared_runs[key] = SharedRuns(key[0], device=self.device)
         return self._shared_runs[key]
 
-    def _plan(self, shape: Shape, span: Visibility, sequences: int | None = None) -> Plan:
-        """Return the plan of the step, or of its first `sequences` sequences."""
+    def _plan(self, shape: Shape, span: Visibility, some: Absorbed | None = None) -> Plan:
+        """Return the plan of the step, or of `some` of its sequences."""
         batch = self.batch
         # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
         decodes = batch.replayed or (
@@ -440,8 +547,10 @@ class Pages(EmptyCache):
             else:
                 has_cold_rows = batch.cold is not None and not span.windowed
                 sizes = batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes
-                bounds = batch.bounds if sequences is None else batch.bounds[: sequences + 1]
-                plan.make(bounds, sizes[:sequences])
+                if some is None:
+                    plan.make(batch.bounds, sizes)
+                else:
+                    plan.make(some.bounds, some.lengths)
             self._made.add(key[:2])
         return plan
 

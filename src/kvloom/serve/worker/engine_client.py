@@ -232,7 +232,7 @@ class EngineClient:
             self._adapter_waiters.pop(number, None)
 
     def _record_adapters(self, answer: AdapterAnswer) -> None:
-        """Record the adapters of the engine, also for a restart."""
+        """Record the adapters of the engine. A restarted engine loads them again."""
         assert self.info is not None
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
         settings = {
