@@ -83,6 +83,7 @@ def test_replayed_steps_match_generate(family: str, turned: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.few(1)
 def test_replayed_steps_use_the_adapters_of_their_rows(family: str, tmp_path: Path) -> None:
     plain, targets = tiny(family), ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     paths = {name: write_adapter(tmp_path / name, plain, targets, seed) for seed, name in enumerate("ab")}

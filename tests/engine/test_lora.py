@@ -102,6 +102,7 @@ def test_a_batch_of_base_and_three_adapters(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.few(1)
 def test_each_adapter_hits_only_its_own_pages(family: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family)
     engine = own.engine()
@@ -116,6 +117,7 @@ def test_each_adapter_hits_only_its_own_pages(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
+@pytest.mark.few(1)
 def test_more_adapters_than_slots_take_turns(family: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family, count=5)
     engine = own.engine(max_loras=2, token_budget=32)
@@ -156,10 +158,10 @@ def test_preempted_requests_keep_their_adapter(tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama")
     engine = own.engine(pool_bytes=60_000, max_loras=2, token_budget=64)
     engine.scheduler.admission = None  # admits requests that later lack pages
-    names = [None, "a0", "a1", "a2"] * 3
+    names = [None, "a0", "a1", "a2"] * 2
     requests = [
-        engine.add(prompt, params(30), lora=name)
-        for prompt, name in zip(drawn("preempted", *(20 + 3 * i for i in range(12))), names, strict=True)
+        engine.add(prompt, params(20), lora=name)
+        for prompt, name in zip(drawn("preempted", *(20 + 3 * i for i in range(8))), names, strict=True)
     ]
     engine.run()
     assert sum(request.preemptions for request in requests) > 0
@@ -268,6 +270,7 @@ def test_tenants_with_the_same_adapter_share_no_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "how"), [("llama", "ngram"), ("llama", "suffix"), ("qwen3_next", "suffix")]
 )
+@pytest.mark.few(2)
 def test_speculation_verifies_with_the_adapter(family: str, how: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family)
     engine = own.engine(speculate=how, draft_tokens=4)
@@ -444,6 +447,7 @@ def _activated_greedy(plain: Any, folder: Path, prompt: list[int], start: int, n
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.few(1)
 def test_an_activated_adapter_applies_from_its_invocation_tokens_on(family: str, tmp_path: Path) -> None:
     own = Activated(tmp_path, family)
     engine = own.engine(token_budget=16)

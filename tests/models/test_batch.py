@@ -196,7 +196,7 @@ def slots_of(batch: Batch) -> list[int]:
     assert rows is not None
     found = [0] * rows.count
     for slot, at in rows.groups:
-        for token in range(rows.count) if at is None else at.tolist():
+        for token in range(rows.count)[at] if isinstance(at, slice) else at.tolist():
             found[token] = slot
     if rows.order is not None and rows.slots is not None:
         for token, slot in zip(rows.order.tolist(), rows.slots.tolist(), strict=True):

@@ -87,6 +87,8 @@ def test_requests_name_an_adapter_as_their_model(
     assert names(server) == {MODEL: None, "sql": MODEL}
     _, _, one = server.send("GET", "/v1/models/sql", key=USER)
     assert (one["id"], one["parent"], one["root"]) == ("sql", MODEL, str(shelf / "sql"))
+    _, _, latest = server.send("GET", "/kvloom/requests?limit=6", key=USER)
+    assert sorted(one["adapter"] or "" for one in latest["requests"]) == [""] * 3 + ["sql"] * 3
     chat = server.client(USER).chat.completions.create(
         model="sql", messages=[{"role": "user", "content": "hi"}], max_tokens=3
     )

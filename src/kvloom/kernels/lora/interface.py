@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .stacked_weights import AdapterRows, LowRankWeights
+from .stacked_weights import AdapterRows, LowRankWeights, SlotViews
 
 __all__ = ["add_low_rank"]
 
@@ -43,26 +43,28 @@ def add_low_rank(
         triton_lora.add_low_rank(found, flat, weights, rows, part, invariant)
         return
     for slot, at in rows.groups:
-        if slot in weights.used:
-            _add_one(found, flat, weights, slot, at, part)
+        views = weights.views.get(slot)
+        if views is not None:
+            _add_one(found, flat, weights, views, at, part)
 
 
 def _add_one(
     out: torch.Tensor,
     x: torch.Tensor,
     weights: LowRankWeights,
-    slot: int,
-    at: torch.Tensor | None,
+    views: SlotViews,
+    at: slice | torch.Tensor,
     part: int | None,
 ) -> None:
     """Add the term of one adapter to the tokens `at`."""
-    own = x if at is None else x.index_select(0, at)
-    rank, b = weights.rank, weights.b[slot - 1]
-    for place in range(len(weights.columns)) if part is None else (part,):
-        columns = weights.columns[place]
-        low = own @ weights.a[slot - 1, place * rank : (place + 1) * rank].t()
-        into = out if part is not None else out[:, columns]
-        if at is None:
-            into += low @ b[columns].t()
+    own, rank = x[at], weights.rank
+    low = own @ views.a
+    for place, b in views.b.items():
+        if part not in (None, place):
+            continue
+        into = out[:, weights.columns[place]] if part is None else out
+        mine = low[:, place * rank : (place + 1) * rank]
+        if isinstance(at, slice):
+            into[at].addmm_(mine, b)
         else:
-            into.index_add_(0, at, low @ b[columns].t())
+            into.index_add_(0, at, mine @ b)

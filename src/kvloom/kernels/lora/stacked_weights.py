@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import torch
 
 from kvloom.kernels.device import upload
 
-__all__ = ["COLUMNS", "MIN_RANK", "AdapterRows", "LowRankWeights"]
+__all__ = ["COLUMNS", "MIN_RANK", "AdapterRows", "LowRankWeights", "SlotViews"]
 
 MIN_RANK = 16
 """Ranks of stacked weights are powers of two from this number on, because a GPU multiplies tiles of this size."""
@@ -23,27 +24,29 @@ COLUMNS = 64
 class AdapterRows:
     """Which tokens of a step use which adapter. It is made once per step, and every layer uses it.
 
-    | field    | meaning                                                                                          |
-    |----------|--------------------------------------------------------------------------------------------------|
-    | `count`  | number of tokens of the step                                                                     |
-    | `groups` | on a CPU: the slot of each adapter in the step, and the indexes of its tokens (None: all tokens) |
-    | `order`  | on a GPU: indexes of the tokens, sorted by slot                                                  |
-    | `slots`  | on a GPU: slots of the tokens in this order                                                      |
+    | field    | meaning                                                                                        |
+    |----------|------------------------------------------------------------------------------------------------|
+    | `count`  | number of tokens of the step                                                                   |
+    | `groups` | on a CPU: the slot of each adapter in the step, and its tokens: a range, or else their indexes |
+    | `order`  | on a GPU: indexes of the tokens, sorted by slot                                                |
+    | `slots`  | on a GPU: slots of the tokens in this order                                                    |
     """
 
     count: int
-    groups: tuple[tuple[int, torch.Tensor | None], ...] = ()
+    groups: tuple[tuple[int, slice | torch.Tensor], ...] = ()
     order: torch.Tensor | None = None
     slots: torch.Tensor | None = None
 
     @classmethod
     def on_host(cls, slots: npt.NDArray[np.integer]) -> AdapterRows:
         """Return the rows of a step on a CPU. `slots` has the slot of each token."""
-        groups: list[tuple[int, torch.Tensor | None]] = []
+        groups: list[tuple[int, slice | torch.Tensor]] = []
         for slot in np.unique(slots).tolist():
             if slot:
                 at = np.flatnonzero(slots == slot)
-                groups.append((slot, None if len(at) == len(slots) else torch.from_numpy(at)))
+                first, end = int(at[0]), int(at[-1]) + 1
+                is_range = end - first == len(at)
+                groups.append((slot, slice(first, end) if is_range else torch.from_numpy(at)))
         return cls(len(slots), tuple(groups))
 
     @classmethod
@@ -57,6 +60,14 @@ class AdapterRows:
         """Return the rows of a step for the kernels of a GPU."""
         found, order = torch.sort(slots, stable=True)
         return cls(len(slots), (), order, found)
+
+
+class SlotViews(NamedTuple):
+    """The weights of one adapter, as transposed views: `a` [inputs, parts * rank], and `b` [rank, outputs] of each part
+    that the adapter changes."""
+
+    a: torch.Tensor
+    b: dict[int, torch.Tensor]
 
 
 class LowRankWeights:
@@ -76,8 +87,8 @@ class LowRankWeights:
         self.rank, self.outputs = rank, tuple(outputs)
         self.a = torch.zeros((slots, len(self.outputs) * rank, inputs), dtype=like.dtype, device=like.device)
         self.b = torch.zeros((slots, sum(self.outputs), rank), dtype=like.dtype, device=like.device)
-        self.used: set[int] = set()
-        """The slots whose adapter changes this product."""
+        self.views: dict[int, SlotViews] = {}
+        """The weights of the adapters that change this product, by slot."""
         ends = np.cumsum(self.outputs).tolist()
         self.columns = [slice(end - size, end) for end, size in zip(ends, self.outputs, strict=True)]
         """The columns of the result that belong to each part."""
@@ -102,8 +113,7 @@ class LowRankWeights:
 
     def clear(self, slot: int) -> None:
         """Remove the adapter in a slot."""
-        if slot in self.used:
-            self.used.discard(slot)
+        if self.views.pop(slot, None) is not None:
             self.a[slot - 1].zero_()
             self.b[slot - 1].zero_()
 
@@ -115,5 +125,6 @@ class LowRankWeights:
             raise ValueError(f"an adapter of rank {rank} does not fit slots of rank {self.rank}")
         first = part * self.rank
         self.a[slot - 1, first : first + rank].copy_(a, non_blocking=True)
-        self.b[slot - 1, self.columns[part], :rank].copy_(b, non_blocking=True)
-        self.used.add(slot)
+        own = self.b[slot - 1, self.columns[part]]
+        own[:, :rank].copy_(b, non_blocking=True)
+        self.views.setdefault(slot, SlotViews(self.a[slot - 1].t(), {})).b[part] = own.t()

@@ -188,9 +188,7 @@ def _speculation_series(stats: EngineStats) -> list[Series]:
 
 
 def _adapter_series(stats: EngineStats) -> list[Series]:
-    """Return the series of LoRA adapters. There are none if no adapter is loaded."""
-    if not stats.adapters:
-        return []
+    """Return the series of LoRA adapters."""
     requests = {one.name: one.requests for one in stats.adapters}
     resident = {one.name: float(one.is_resident) for one in stats.adapters}
     return [
