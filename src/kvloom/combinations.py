@@ -61,6 +61,102 @@ REFUSED = {
         "batch_invariant, on a GPU",
         "speculate tree={nodes}: batch-invariant attention has no tree masks: remove tree",
     ),
+    "lora, other type": Refused(
+        "engine",
+        "LoRA adapters",
+        "PEFT adapters of another type",
+        "its type is {kind}, and only LORA adds terms to linear layers: convert it, or merge it into the model",
+    ),
+    "lora, dora": Refused(
+        "engine",
+        "LoRA adapters",
+        "DoRA (use_dora)",
+        "DoRA scales the base weights, so one batch could not share them between adapters: merge it into the model",
+    ),
+    "lora, bias": Refused(
+        "engine",
+        "LoRA adapters",
+        "trained biases (bias, lora_bias)",
+        "it has trained biases, which are weights of the base model: train it with bias none",
+    ),
+    "lora, saved modules": Refused(
+        "engine",
+        "LoRA adapters",
+        "replaced modules (modules_to_save, trainable_token_indices)",
+        "{field} replaces whole modules of the base model, which all requests of a batch share: train it without {field}",
+    ),
+    "lora, variant": Refused(
+        "engine",
+        "LoRA adapters",
+        "variants: layer_replication, Arrow, QALoRA, BD-LoRA",
+        "{field} changes how the adapter is computed, and only plain low-rank terms are supported: train it without {field}",
+    ),
+    "lora, experts": Refused(
+        "engine",
+        "LoRA adapters",
+        "experts of a mixture",
+        "{layer} is a weight of experts, whose grouped products have no low-rank terms: target attention and shared layers",
+    ),
+    "lora, embeddings": Refused(
+        "engine",
+        "LoRA adapters",
+        "token embeddings and the output matrix",
+        "{layer} is not inside a decoder layer, and is computed for other rows than the tokens of a step: target linear "
+        "layers of the decoder",
+    ),
+    "lora, kv_b_proj": Refused(
+        "engine",
+        "LoRA adapters",
+        "kv_b_proj of MLA attention",
+        "{layer} is applied to cached latents of earlier tokens as a whole, not to the tokens of a step: target other layers",
+    ),
+    "lora, cross-attention": Refused(
+        "engine",
+        "LoRA adapters",
+        "keys and values of cross attention",
+        "{layer} reads images, whose pages requests with other adapters share: target other layers",
+    ),
+    "lora, vision": Refused(
+        "engine",
+        "LoRA adapters",
+        "the image part of a vision model",
+        "{layer} is not part of the text model, and requests with other adapters share the embeddings of images: target "
+        "layers of the text model",
+    ),
+    "lora, uncalled layer": Refused(
+        "engine",
+        "LoRA adapters",
+        "layers whose weights the modeling code reads directly, such as dt_proj of Mamba",
+        "{layer} is never called as a layer: the modeling code reads its weight, so an adapter would have no effect: "
+        "target other layers",
+    ),
+    "lora, no linear layers": Refused(
+        "engine",
+        "LoRA adapters",
+        "a model without linear layers in its decoder",
+        "{model} has no linear layers that an adapter could target",
+    ),
+    "lora, own cache": Refused(
+        "engine",
+        "LoRA adapters",
+        "a model that runs with transformers' own cache",
+        "lora: {model} runs one sequence after the other, and adapters are added to a whole step: merge the adapter into the "
+        "model",
+    ),
+    "head, own cache": Refused(
+        "engine",
+        "speculate mtp, eagle=FOLDER",
+        "a model that runs with transformers' own cache",
+        "speculate {head}: {model} runs one sequence after the other, and a head needs the hidden states of a whole step: "
+        "use ngram or suffix",
+    ),
+    "speculation, own states": Refused(
+        "engine",
+        "speculate",
+        "a model with recurrent layers that runs with transformers' own cache",
+        "speculate: the recurrent layers of {model} run with transformers' own cache, which cannot take back drafts: "
+        "turn it off",
+    ),
     "beams, sampling": Refused(
         "request",
         "beam search",
@@ -168,6 +264,18 @@ REFUSED = {
         "batch_invariant",
         "requests longer than the pool, on a GPU",
         "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests",
+    ),
+    "batch_invariant, own cache": Refused(
+        "engine",
+        "batch_invariant",
+        "a model that runs with transformers' own cache, on a GPU",
+        "batch_invariant has no kernels for {model}, which runs with transformers' own cache: turn it off",
+    ),
+    "own cache, cold pages": Refused(
+        "engine",
+        "a model that runs with transformers' own cache",
+        "requests longer than the pool",
+        "{model} runs with transformers' own cache, which reads pages only from the pool: give a larger pool",
     ),
     "fixed pool, resize": Refused(
         "engine",

@@ -45,7 +45,7 @@ def asked(replicator: Replicator, cached: int, lengths: dict[str, tuple[int, ...
     async def observe() -> None:
         import asyncio
 
-        call = SimpleNamespace(model="m", body=body)
+        call = SimpleNamespace(model="m", adapter=None, body=body)
         replicator.observe(call, cached, list(range(100)), lengths)  # type: ignore[arg-type]
         await asyncio.sleep(0)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from kvloom.models.fusion.fused_attention import GpuFusedAttention, fuse_attenti
 from kvloom.models.fusion.modules import _fuse_projections
 from kvloom.models.paged import BatchBuilder, install
 from tests.engines import make_engine
+from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted
@@ -26,6 +29,7 @@ class Eager:
     runner: ModelRunner
     size: int
     logits: torch.Tensor
+    adapted: bool = False
     replays: int = 0
 
     @property
@@ -34,21 +38,22 @@ class Eager:
 
     def replay(self) -> None:
         self.replays += 1
-        batch = self.runner.stage.replayed(self.size, self.runner.chosen)
+        batch = self.runner.stage.replayed(self.size, self.runner.chosen, adapted=self.adapted)
         self.logits.copy_(self.runner._forward(batch, None))
 
 
-def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
+def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[tuple[int, bool], Eager]]:
     engine = make_engine(model, 1 << 24, max_running=rows, ahead=True, **options)
-    runner, made = engine.runner, dict[int, Eager]()
-    runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True)
+    runner, made = engine.runner, dict[tuple[int, bool], Eager]()
+    adapted = engine.adapters is not None
+    runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True, adapted=adapted)
     runner._sizes = [2, rows]
     runner._shared_column = None
 
-    def captured(size: int, shares: bool) -> Eager:
-        if size not in made:
-            made[size] = Eager(runner, size, torch.zeros(size, engine._vocabulary))
-        return made[size]
+    def captured(size: int, shares: bool, adapted: bool) -> Eager:
+        if (size, adapted) not in made:
+            made[size, adapted] = Eager(runner, size, torch.zeros(size, engine._vocabulary), adapted)
+        return made[size, adapted]
 
     runner._captured = captured  # type: ignore[assignment, method-assign]
     return engine, made
@@ -75,6 +80,33 @@ def test_replayed_steps_match_generate(family: str, turned: bool) -> None:
     engine.cache.check()
     assert [request.tokens for request in requests] == wanted
     assert sum(eager.replays for eager in made.values()) > 30
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.few(1)
+def test_replayed_steps_use_the_adapters_of_their_rows(family: str, tmp_path: Path) -> None:
+    plain, targets = tiny(family), ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    paths = {name: write_adapter(tmp_path / name, plain, targets, seed) for seed, name in enumerate("ab")}
+    model = copy.deepcopy(plain)
+    install(model)
+    if family != "qwen3_next":
+        for module in [module for module in model.modules() if hasattr(module, "q_proj")]:
+            assert _fuse_projections(module)
+            assert fuse_attention(module, GpuFusedAttention)
+            module.is_fused = True
+    lora = {name: str(path) for name, path in paths.items()}
+    engine, made = replaying(model, 4, lora=lora, token_budget=32)
+    prompts, names = prompts_of(3, (5, 17, 29, 40, 14, 8)), [None, "a", "b", None, "b", "a"]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, params, lora=name) for prompt, name in zip(prompts, names, strict=True)]
+    engine.run()
+    alone = engine.add(prompts[0], params)  # later steps of the base model use graphs without terms
+    engine.run()
+    models = {None: plain, **{name: merged(plain, path) for name, path in paths.items()}}
+    for request, prompt, name in zip([*requests, alone], [*prompts, prompts[0]], [*names, None], strict=True):
+        assert request.output == greedy(models[name], prompt, 30)
+    assert {adapted for _, adapted in made} == {True, False}
+    engine.cache.check()
 
 
 def test_preempted_rows_resume_with_their_block_tables() -> None:

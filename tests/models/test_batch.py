@@ -190,6 +190,61 @@ def test_steps_reach_a_device_that_is_behind_as_they_were_sent() -> None:
         assert batch.positions.tolist() == list(range(3 * step, 3 * step + 3))
 
 
+def slots_of(batch: Batch) -> list[int]:
+    """The adapter slot of each token, from the rows on a device or on a host."""
+    rows = batch.adapters
+    assert rows is not None
+    found = [0] * rows.count
+    for slot, at in rows.groups:
+        for token in range(rows.count)[at] if isinstance(at, slice) else at.tolist():
+            found[token] = slot
+    if rows.order is not None and rows.slots is not None:
+        for token, slot in zip(rows.order.tolist(), rows.slots.tolist(), strict=True):
+            found[token] = slot
+    return found
+
+
+def test_each_token_has_the_adapter_of_its_sequence() -> None:
+    """Tokens before an activation, and padding, have none, also after a step with more adapters."""
+    cache = make_cache()
+    stage = BatchBuilder(cache, "cpu", 200, 6, mirrored=True, adapted=True)
+    plain, chosen = BatchBuilder(cache, "cpu", 200, 6, adapted=True), torch.arange(6) + 1000
+    sequences = [cache.open(cache.match(np.arange(30 + i, dtype=np.int32))) for i in range(3)]
+    steps = [
+        ((5, 1, 9), (2, 0, 1), 7),
+        ((1, 1, 1), (2, 0, 1), 10),
+        ((2, 3, 1), (0, 0, 3), 0),
+        ((1, 2, 1), (0, 0, 0), 0),
+    ]
+    for counts, adapters, active in steps:
+        works = []
+        for i, (count, adapter) in enumerate(zip(counts, adapters, strict=True)):
+            assert not sequences[i].extend(count)
+            start = active if i == 2 else 0
+            works.append(Work(sequences[i], np.arange(count), adapter=adapter, active_from=start))
+        wanted = [
+            work.adapter if work.sequence.length + place >= work.active_from else 0
+            for work in works
+            for place in range(len(work.tokens))
+        ]
+        used = len(wanted)
+        for batch in (plain.lay_out(works, chosen), stage.lay_out(works, chosen)):
+            if any(wanted):
+                assert slots_of(batch) == wanted
+            else:
+                assert batch.adapters is None
+        stage.send(works, 7, 40)
+        assert slots_of(stage.packed(40, chosen)) == wanted + [0] * (40 - used)
+        stage.send_drafted(works, 32)
+        assert slots_of(stage.drafted(32, 64, chosen)) == wanted + [0] * (32 - used)
+        if used == 3:
+            stage.send_singles(works, 6)
+            assert slots_of(stage.replayed(6, chosen, adapted=True)) == wanted + [0] * 3
+            assert stage.replayed(6, chosen).adapters is None
+        for work in works:
+            work.sequence.commit(work.tokens.astype(np.int32))
+
+
 @pytest.mark.parametrize("width", [BLOCK, 2 * BLOCK + 1])
 def test_a_step_with_drafts_equals_a_plain_step(width: int) -> None:
     cache = make_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import transformers
 from kvloom.engine import SamplingParams
 from kvloom.models.fusion.latent_attention import FusedLatentAttention, fuse_latent_attention
 from kvloom.models.fusion.modules import _fuse_norm
+from kvloom.models.fusion.product import registered
 from kvloom.models.paged import Pages, install
 from tests.engines import make_engine
+from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.models.zoo import config_of, prompts_of
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -95,3 +98,25 @@ def test_a_call_without_pages_runs_the_own_forward() -> None:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "changes", "form"), CASES[1:3])
+def test_adapters_change_fused_projections(
+    family: str, changes: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    """A LoRA adapter of all projections gives the tokens of a model with merged weights."""
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    own = build(family, changes)
+    path = write_adapter(tmp_path / "a", own, targets)
+    model = copy.deepcopy(own)
+    modules = fuse_all(model)
+    assert all(registered(module.q_a_proj) is registered(module.kv_a_proj_with_mqa) for module in modules)
+    engine = make_engine(model, 1 << 24, token_budget=32, lora={"a": str(path)})
+    params, prompts = SamplingParams(max_tokens=12, temperature=0), prompts_of(0, (5, 40))
+    names = [name for _ in prompts for name in (None, "a")]
+    requests = [engine.add(prompts[i // 2], params, lora=name) for i, name in enumerate(names)]
+    engine.run()
+    changed = merged(own, path)
+    for request, name in zip(requests, names, strict=True):
+        assert request.output == greedy(own if name is None else changed, list(request.prompt), 12)
+    assert requests[2].output != requests[3].output

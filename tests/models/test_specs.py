@@ -23,6 +23,7 @@ from kvloom.models.specs import (
 )
 
 from .tiny import SIZES, TINY
+from .tiny_families import EVERY
 
 transformers.logging.set_verbosity_error()
 
@@ -119,10 +120,12 @@ def test_the_saved_config_reads_like_the_published_one(name: str) -> None:
 
 
 def test_every_family_is_tried() -> None:
-    assert {raw["model_type"] for raw in TINY.values()} >= set(FAMILIES)
+    assert {raw["model_type"] for raw in EVERY.values()} >= set(FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "nemotron_h"])
+@pytest.mark.parametrize(
+    "model_type", [name for name in FAMILIES if name not in ("nemotron_h", "qwen4_exp_text")]
+)
 def test_fields_left_out_take_the_values_of_transformers(model_type: str) -> None:
     ours = model_spec({"model_type": model_type})
     theirs = model_spec(transformers_config({"model_type": model_type}).to_dict())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 WINDOW = 8
+OMIT: Any = ...
+"""A field that a family does not have."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

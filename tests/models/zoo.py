@@ -15,23 +15,11 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.paged import Batch, BatchBuilder, Pages, Work, install
 from kvloom.models.specs import model_spec
 
-from .tiny import SIZES, TINY
+from .tiny_families import config_of
 
 transformers.logging.set_verbosity_error()
 
 NEW = 12
-
-
-def config_of(family: str, **changes: Any) -> Any:
-    options = {
-        **SIZES,
-        **TINY[family],
-        "torch_dtype": "float32",
-        "eos_token_id": None,
-        "initializer_range": 0.2,
-        **changes,
-    }
-    return transformers.AutoConfig.for_model(options.pop("model_type"), **options)
 
 
 def tiny(family: str, **changes: Any) -> Any:

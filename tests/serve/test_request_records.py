@@ -28,7 +28,7 @@ from tests.serve.running import MODEL, Running
 RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
 FIELDS = {
     "id", "request_id",
-    "model", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
+    "model", "adapter", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
     "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "draft_tokens", "accepted_tokens",
     "finish_reason", "slo",
 }  # fmt: skip

@@ -12,6 +12,7 @@ admission.py              goodput under overload, with and without SLO admission
 quality.py                perplexity with quantised K and V
 tiers.py                  throughput of tiers (tiers_work.py, tiers_media.py, lmcache_process.py)
 speculation.py            engines with and without speculation
+lora.py                   engines with and without LoRA adapters
 offload.py                an engine with and without tiers (offload_cost.py, load_or_recompute.py, layerwise_copy.py,
                           long_requests.py, page_placement.py)
 router.py                 cost of the router itself (router_load.py)

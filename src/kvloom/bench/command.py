@@ -29,6 +29,7 @@ BENCHMARKS = {
     "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
     "speculation": "tokens per second with and without drafts (both)",
+    "lora": "cost of LoRA adapters in a batch (both)",
 }
 
 

@@ -65,8 +65,8 @@ class Side:
 
 
 class Memory:
-    """Pages to write (`source`), memory to read them into (`target`), and the objects under which this round stores
-    them.
+    """Pages to write (`source`), memory to read them into (`target`), and the keys under which this round stores the
+    pages.
     """
 
     def __init__(self, page: int, total: int) -> None:

@@ -18,7 +18,8 @@ class BlockStored:
 
     If `tail_tokens` is 0, each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial
     last block of `tail_tokens` tokens. `tokens` are the token ids of all hashes, as bytes. A token of an image has a
-    negative id, which stands for the content of the image. Events of tiers contain no tokens.
+    negative id, which stands for the content of the image. `adapter` is the adapter that salts the hashes, or "". Events
+    of tiers contain neither tokens nor adapter.
     """
 
     parent: bytes
@@ -27,6 +28,7 @@ class BlockStored:
     medium: str
     tail_tokens: int = 0
     tokens: bytes = field(default=b"", compare=False, repr=False)
+    adapter: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@
     offload/              pages between the pool and the tiers
     encoding/             encode workers: image embeddings by hash
     image_prompts.py      prompts of text and images, by the model's processor
+    adapter_table.py      AdapterTable: LoRA adapters by name, and their slots on the device
     preflight.py          check_engine: refuses settings before anything is loaded
     calibration.py        calibrate: static scales for int8 and fp8
     *_command.py          `kvloom generate`, `kvloom calibrate`

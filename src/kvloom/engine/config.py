@@ -8,7 +8,7 @@ builds an `EngineConfig` from a flat list of settings. `LLM(...)`, flags and con
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
@@ -109,6 +109,15 @@ class EngineConfig:
     draft_tokens: int | None = None
     """Largest number of draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
     heads of the checkpoint, and 16 for "ngram" and "suffix". For trees, this is the largest depth."""
+    lora: Mapping[str, str] | Sequence[str] = ()
+    """LoRA adapters: folders by name, or texts such as "sql=adapters/sql". Requests select an adapter by its name."""
+    max_loras: int = 0
+    """Largest number of adapters that run at the same time. 0 means as many as `lora` names. A larger number allows
+    adapters to be loaded later."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter. None means the largest rank in `lora`, or 16."""
+    lora_targets: Sequence[str] = ()
+    """Names of the linear layers that adapters may target, such as q_proj. Empty means all that are supported."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -147,6 +156,26 @@ class EngineConfig:
     def objective(self) -> Objective:
         """The default objective, for requests that set no objective."""
         return Objective(self.slo_ttft, self.slo_tbt)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters, by name."""
+        if isinstance(self.lora, Mapping):
+            return dict(self.lora)
+        found: dict[str, str] = {}
+        for text in self.lora:
+            name, separator, path = text.partition("=")
+            if not separator or not name or not path:
+                raise ValueError(f"lora {text!r} is not NAME=FOLDER: write it as sql=adapters/sql")
+            if name in found:
+                raise ValueError(f"lora: the name {name!r} is given twice; it must be unique")
+            found[name] = path
+        return found
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether requests may use LoRA adapters."""
+        return bool(self.lora) or self.max_loras > 0
 
     @property
     def draft_model(self) -> str:
@@ -204,6 +233,9 @@ class EngineConfig:
         _ = self.tree_nodes  # raises for invalid values
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
+        if self.max_loras < 0:
+            raise ValueError(f"max_loras {self.max_loras} is negative: it must be 0 or more")
+        _ = self.adapters  # raises for invalid values
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:

@@ -21,12 +21,21 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, CopyBatch, Objective
+from kvloom.core import CacheControl, CopyBatch, Media, Objective, Pin
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
-from kvloom.models.paged import DRAFT_STEP_TOKENS, Image, ImageInputs, TokenMover
+from kvloom.models.lora import LoraAdapter
+from kvloom.models.paged import (
+    DRAFT_STEP_TOKENS,
+    Image,
+    ImageInputs,
+    TokenMover,
+    runs_separately,
+    separation_reason,
+)
 from kvloom.models.vision import Vision
 
+from .adapter_table import AdapterTable, LoadedAdapter
 from .config import EngineConfig, Role
 from .encoding import RemoteEncoders
 from .execution import (
@@ -113,12 +122,23 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
+        if config.head and separation_reason(model) is not None:
+            raise ValueError(refused("head, own cache", head=config.head, model=type(model).__name__))
+        if config.uses_lora and separation_reason(model) is not None:
+            raise ValueError(refused("lora, own cache", model=type(model).__name__))
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
         # Before the weights are fused.
         image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
-        memory = allocate_kv_memory(model, config, draft)
+        self.adapters: AdapterTable | None = None
+        """The LoRA adapters. None if they are not configured."""
+        if config.uses_lora:
+            self.adapters = AdapterTable(
+                model, config.adapters, config.max_loras, config.max_lora_rank, config.lora_targets
+            )
+        slots = None if self.adapters is None else self.adapters.slots
+        memory = allocate_kv_memory(model, config, draft, slots)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
@@ -141,7 +161,11 @@ class Engine:
             2 * draft_rows,
             draft_length=draft_length,
             trees=config.tree_nodes > 0,
+            lora=slots,
         )
+        if self.adapters is not None:
+            self.runner.find_adapter_layers()
+            self.adapters.check_all()
         if config.tree_nodes:
             self._check_trees()
         self._draft_runner: ModelRunner | None = None
@@ -164,7 +188,9 @@ class Engine:
             least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
             self.pool_size = PoolSize(self.cache, memory.elastic, self._apply_copies, least)
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
-        self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
+        self.scheduler = Scheduler(
+            self.cache, config.token_budget, config.max_running, self.offload, self.adapters
+        )
         self.role: Role = "both"
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
@@ -198,13 +224,18 @@ class Engine:
         if batch_invariant:
             offload.cold = None
             offload.cold_refusal = refused("batch_invariant, cold pages")
+        elif runs_separately(self.model):
+            offload.cold = None
+            offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
         return offload
 
     def _open_events(self, settings: EventSettings) -> WirePublisher:
         """Publish the block events of the pool and of the tiers."""
         from kvloom.events_wire import TierBlocks, WirePublisher
 
-        events = WirePublisher(self.cache, settings)
+        table = self.adapters
+        named = {} if table is None else {"adapter_name": table.name_of}
+        events = WirePublisher(self.cache, settings, **named)
         states = {group.index for group in self.layout.of("state")}
         for tier in self.offload.watch_tiers() if self.offload is not None else ():
             fingerprints = {
@@ -223,6 +254,8 @@ class Engine:
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
+        if runs_separately(self.model) and self.cache.has_states:
+            raise ValueError(refused("speculation, own states", model=type(self.model).__name__))
         proposers: list[Proposer] = []
         names = self.config.proposers
         for place, name in enumerate(names):
@@ -291,6 +324,7 @@ class Engine:
         awaits_peer: str | None = None,
         slo: Objective | None = None,
         arrived: float | None = None,
+        lora: str | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
@@ -304,6 +338,7 @@ class Engine:
         | `awaits_peer`  | host:port of the worker that computes the prompt; the request waits for pages from its peer tier |
         | `slo`          | objective of the request; it overrides those of its tenant and of the engine                  |
         | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
+        | `lora`         | name of the LoRA adapter; None uses the base model                                            |
 
         A request that cannot meet its objective gets the finish reason "slo", at once or after it was deferred.
         """
@@ -315,6 +350,8 @@ class Engine:
         ):
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = self._with_known_lossy(control or CacheControl())
+        adapter, activation = self._adapter_of(lora, ids)
+        control = _with_adapter(control, adapter, activation)
         image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -327,6 +364,8 @@ class Engine:
             prompt_array=prompt_array,
             offers_pages=offers_pages or self.role == "prefill",
             awaits_peer=awaits_peer,
+            adapter=adapter,
+            activation=activation,
         )
         objective = self._objective(request, slo)
         if objective and not resume:
@@ -342,6 +381,8 @@ class Engine:
                 seed=request.seed + i,
                 parent=request,
                 images=image_inputs,
+                adapter=adapter,
+                activation=activation,
             )
             for i in range(1, params.samples)
         ]
@@ -352,7 +393,64 @@ class Engine:
         if resume:
             self._output_processor.resume(request, resume)
         self._request_count += params.samples
+        if adapter is not None:
+            adapter.requests += 1
         return request
+
+    def _adapter_of(
+        self, name: str | None, prompt: npt.NDArray[Any]
+    ) -> tuple[LoadedAdapter | None, Media | None]:
+        """Return the adapter with a name, and the mark where an activated LoRA begins to apply. Without its invocation
+        tokens in the prompt, an activated LoRA does not apply. Raises ValueError for an unknown name."""
+        if name is None:
+            return None, None
+        if self.adapters is None:
+            raise ValueError(
+                f"adapter {name!r} needs an engine with adapters: configure lora (--lora NAME=FOLDER) or max_loras"
+            )
+        adapter = self.adapters.find(name)
+        if not adapter.is_activated:
+            return adapter, None
+        activation = adapter.activation(prompt)
+        return (None, None) if activation is None else (adapter, activation)
+
+    def pin(
+        self,
+        prompt: Iterable[int],
+        seconds: float,
+        control: CacheControl | None = None,
+        lora: str | None = None,
+    ) -> Pin:
+        """Keep the cached prefix of a prompt in the pool for `seconds`. `lora` is the name of its LoRA adapter. See
+        `KVCache.pin`."""
+        _, ids = token_ids(prompt)
+        adapter, activation = self._adapter_of(lora, ids)
+        control = _with_adapter(control or CacheControl(), adapter, activation)
+        return self.cache.pin(ids, seconds, control, () if activation is None else (activation,))
+
+    def load_lora(self, name: str, path: str, replace: bool = False) -> LoadedAdapter:
+        """Load a LoRA adapter, or replace it by another version. Requests that were added before keep their version.
+        Raises ValueError if the adapter does not fit."""
+        if self.adapters is None:
+            raise ValueError(
+                f"adapter {name!r} needs an engine with slots for adapters: configure max_loras (--max-loras)"
+            )
+        return self.adapters.load(name, path, replace)
+
+    def add_lora(self, name: str, adapter: LoraAdapter, replace: bool = False) -> LoadedAdapter:
+        """Add a LoRA adapter whose files were already read. See `load_lora`."""
+        if self.adapters is None:
+            raise ValueError(
+                f"adapter {name!r} needs an engine with slots for adapters: configure max_loras (--max-loras)"
+            )
+        return self.adapters.add(name, adapter, replace)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget a LoRA adapter. Requests that were added before still finish with it. Raises ValueError for an unknown
+        name."""
+        if self.adapters is None:
+            raise ValueError(f"adapter {name!r} cannot be unloaded: the engine has no adapters")
+        self.adapters.unload(name)
 
     def images_to_request(
         self, prompt: Many[int], images: Many[Image], control: CacheControl, awaits_peer: str | None = None
@@ -795,3 +893,13 @@ class Engine:
             raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(refused("text, tokenizer"))
+
+
+def _with_adapter(
+    control: CacheControl, adapter: LoadedAdapter | None, activation: Media | None
+) -> CacheControl:
+    """Return `control` with the digest of an adapter, which salts block hashes. An activated LoRA has the root hash of
+    the base model."""
+    if adapter is None or activation is not None:
+        return control
+    return replace(control, adapter=" ".join(filter(None, (control.adapter, adapter.digest))))

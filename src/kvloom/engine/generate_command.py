@@ -85,6 +85,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCHEMA",
         help="generate JSON that matches this schema (JSON text, or the name of a file)",
     )
+    add("--adapter", metavar="NAME", help="LoRA adapter of --lora for the prompts (default: the only --lora)")
     add("--stream", action="store_true", help="print text as it is generated (one prompt, one sample)")
     add("--json", action="store_true", help="print results as JSON")
     add_engine_arguments(parser)
@@ -157,14 +158,16 @@ def _generate(args: argparse.Namespace, llm: LLM, prompts: list[Any], params: Sa
     def shown(text: str, token_ids: list[int]) -> str:
         return text if llm.tokenizer is not None else " ".join(map(str, token_ids))
 
+    names = [text.partition("=")[0] for text in args.lora]
+    adapter = args.adapter or (names[0] if len(names) == 1 else None)
     if args.stream:
-        for delta in llm.stream(prompts, params):
+        for delta in llm.stream(prompts, params, lora=adapter):
             print(
                 shown(delta.text, delta.token_ids), end="" if llm.tokenizer is not None else " ", flush=True
             )
         print()
         return 0
-    results = llm.generate(prompts, params, progress=sys.stderr.isatty())
+    results = llm.generate(prompts, params, progress=sys.stderr.isatty(), lora=adapter)
     if args.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return 0

@@ -158,6 +158,7 @@ class LLM:
         progress: bool = False,
         control: CacheControl | Sequence[CacheControl] | None = None,
         slo: Objective | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[Result]:
         """Return results in the order of the prompts. All requests run together. If one of them can never run,
         raises ValueError and runs none.
@@ -165,10 +166,12 @@ class LLM:
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
         caching options: tenant, session, `store`, `read`, priorities of token ranges.
 
+        `lora` is the name of a LoRA adapter for all prompts, or a list with one name per prompt. None is the base model.
+
         With `slo`, a prompt that cannot meet the objective is not run. Its answers are empty and have the finish
         reason "slo", and `Result.slo` has the reason. Earlier prompts of the list are scheduled first.
         """
-        many, requests = self._add(prompts, params, control, slo=slo)
+        many, requests = self._add(prompts, params, control, slo=slo, lora=lora)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -181,13 +184,15 @@ class LLM:
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        lora: str | Sequence[str | None] | None = None,
         **template: Any,
     ) -> list[Result]:
         """Return the answers to one or several conversations. A message has `role` and `content`. See
-        `chat_prompt`."""
+        `chat_prompt`. `lora` names LoRA adapters, as in `generate`."""
         one = not messages or isinstance(messages[0], Mapping)
         many = [messages] if one else list(messages)
-        return self.generate([self.chat_prompt(each, **template) for each in many], params, progress)
+        prompts = [self.chat_prompt(each, **template) for each in many]
+        return self.generate(prompts, params, progress, lora=lora)
 
     def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Return the token ids of a conversation, formatted by the tokenizer's chat template. `template` sets
@@ -209,15 +214,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling: Literal["mean", "last"] = "mean",
         progress: bool = False,
+        lora: str | Sequence[str | None] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
 
         With "mean", an embedding is the mean of the final norm's output over all tokens. With "last", it is the
-        output at the last token. "mean" reads no cached pages, because cached tokens have no hidden states. Both
+        output at the last token. `lora` names LoRA adapters, as in `generate`. "mean" reads no cached pages, because cached tokens have no hidden states. Both
         store pages.
         """
         params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
-        _, requests = self._add(prompts, params)
+        _, requests = self._add(prompts, params, lora=lora)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -230,12 +236,28 @@ class LLM:
             )
         return np.stack([one for one in found if one is not None])
 
-    def pin(self, prompt: str | Sequence[int], seconds: float, control: CacheControl | None = None) -> Pin:
+    def pin(
+        self,
+        prompt: str | Sequence[int],
+        seconds: float,
+        control: CacheControl | None = None,
+        lora: str | None = None,
+    ) -> Pin:
         """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is the
         length of this prefix in tokens. Nothing is computed, so run the prompt with `generate` first. Pinned pages
-        count as in use, so a large pin leaves fewer pages for requests.
+        count as in use, so a large pin leaves fewer pages for requests. `lora` is the LoRA adapter of the prompt.
         """
-        return self.engine.cache.pin(self._ids(prompt), seconds, control)
+        return self.engine.pin(self._ids(prompt), seconds, control, lora)
+
+    def load_lora(self, name: str, path: str, replace: bool = False) -> None:
+        """Load a LoRA adapter from a folder, for later prompts. With `replace`, another version under the same name is
+        replaced. Needs `max_loras` or `lora`. Raises ValueError if the adapter does not fit the model."""
+        self.engine.load_lora(name, path, replace)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget a LoRA adapter. Its cached pages stay valid for the same version. Raises ValueError for an unknown
+        name."""
+        self.engine.unload_lora(name)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin early. A second call has no effect."""
@@ -247,12 +269,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         control: CacheControl | Sequence[CacheControl] | None = None,
         slo: Objective | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas as tokens arrive. Deltas of one sample are in order. Deltas of several samples are
         interleaved. The requests start at the first iteration. Leaving the loop cancels them. Raises ValueError for
         `best_of` and beams, which need `generate`. A prompt that cannot meet `slo` ends with the finish reason "slo".
+        `lora` names LoRA adapters, as in `generate`.
         """
-        _, requests = self._add(prompts, params, control, text=True, slo=slo)
+        _, requests = self._add(prompts, params, control, text=True, slo=slo, lora=lora)
         open_ = [one for request in requests for one in request.family]
         places = {
             id(one): (i, j) for i, request in enumerate(requests) for j, one in enumerate(request.family)
@@ -283,6 +307,7 @@ class LLM:
         control: CacheControl | Sequence[CacheControl] | None = None,
         text: bool = False,
         slo: Objective | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> tuple[list[Any], list[Request]]:
         """Add all prompts to the engine. Return the prompts as a list, and their requests. If one prompt is refused,
         raises ValueError and adds none.
@@ -293,7 +318,8 @@ class LLM:
         controls = (
             [control] * len(many) if control is None or isinstance(control, CacheControl) else list(control)
         )
-        for what, given in (("sampling parameters", each), ("cache controls", controls)):
+        names = [lora] * len(many) if lora is None or isinstance(lora, str) else list(lora)
+        for what, given in (("sampling parameters", each), ("cache controls", controls), ("adapters", names)):
             if len(given) != len(many):
                 raise ValueError(
                     f"{len(given)} {what} do not match {len(many)} prompts: give one for all, or one each"
@@ -302,12 +328,14 @@ class LLM:
             raise ValueError(refused("best_of, LLM.stream"))
         requests: list[Request] = []
         try:
-            for prompt, mine, cached in zip(many, each, controls, strict=True):
+            for prompt, mine, cached, name in zip(many, each, controls, names, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images = self._read_prompt(prompt)
                 if images and self.engine.encoders is not None:
                     images = self._encoded(self.engine.encoders, ids, images, cached or CacheControl())
-                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo))
+                requests.append(
+                    self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo, lora=name)
+                )
         except BaseException:
             self._cancel(requests)
             raise

@@ -54,6 +54,9 @@ SPECULATE = (
     "eagle=FOLDER (an EAGLE-3 head), mtp,tree=NODES or eagle=FOLDER,tree=NODES (a head that drafts trees), "
     "several in order (suffix,draft=MODEL), auto (suffix), or off (default: off; docs/speculation.md)"
 )
+LORA = "LoRA adapter, for requests with model=NAME; repeatable (docs/lora.md)"
+MAX_LORAS = "largest number of adapters that run at the same time; also allows adapters to be loaded later (default: as many as --lora)"
+LORA_TARGETS = "linear layers that adapters may target, separated by commas, such as q_proj,v_proj (default: all supported)"
 SLO_TTFT = "milliseconds to the first token: a request that would take longer is refused at once (default: no objective)"
 SLO_TBT = "mean milliseconds between tokens: a request that would get them more slowly is refused at once (default: no objective)"
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {
@@ -122,6 +125,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --kv-events: file with CURVE keys; only routers with the same keys get events (default: plain; docs/cluster.md)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
+    add = parser.add_argument_group("LoRA adapters (docs/lora.md)").add_argument
+    add("--lora", action="append", default=[], metavar="NAME=FOLDER", help=LORA)
+    add("--max-loras", type=whole(0), default=0, metavar="N", help=MAX_LORAS)
+    add("--max-lora-rank", type=whole(1, 512), metavar="N",
+        help="largest rank of an adapter (default: the largest rank of --lora, or 16)")  # fmt: skip
+    add("--lora-targets", type=_names, default=[], metavar="NAMES", help=LORA_TARGETS)
+
     add = parser.add_argument_group("objectives (docs/admission.md)").add_argument
     add("--slo-ttft", type=number(0, above=True), metavar="MS", help=SLO_TTFT)
     add("--slo-tbt", type=number(0, above=True), metavar="MS", help=SLO_TBT)
@@ -144,6 +154,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
     memory = "limit of the memory of one grammar; all grammars together may use eight times as much (default: 256MiB)"
     add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=memory)
+
+
+def _names(text: str) -> list[str]:
+    """Return the names in a text, which commas separate."""
+    return [name for name in text.split(",") if name]
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

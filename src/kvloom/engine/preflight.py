@@ -54,6 +54,11 @@ def check_engine(
     tiers = [tier for tier in config.tiers if isinstance(tier, str)]
     check_tiers(tiers)
     make_policy(config.eviction_policy)
+    for name, path in config.adapters.items():
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"lora {name}={path}: the folder has no adapter_config.json: give the folder of a PEFT adapter"
+            )
     if device is not None and device.startswith("cuda"):
         _check_gpu(device)
     found = check_model(model, load_format)

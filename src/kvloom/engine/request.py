@@ -14,6 +14,7 @@ import torch
 from kvloom.core import (
     CacheControl,
     Decision,
+    Media,
     Miss,
     Objective,
     Prediction,
@@ -24,6 +25,7 @@ from kvloom.core import (
 )
 from kvloom.models.paged import ImageInputs
 
+from .adapter_table import LoadedAdapter
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
 from .speculation import Estimate, TokenIndex
 
@@ -130,6 +132,9 @@ class Request:
     | `missing_tokens`                  | number of prompt tokens to compute, estimated when it was added           |
     | `loads`                           | finished loads: (tier, start, end, tokens), times on the monotonic clock  |
     | `first_loads`                     | how many of `loads` ended before it started                               |
+    | `adapter`                         | its LoRA adapter, or None                                                 |
+    | `activation`                      | where an activated LoRA begins to apply; None: the adapter always applies |
+    | `adapter_slot`                    | slot of its adapter while it runs                                         |
     """
 
     order: int
@@ -185,6 +190,9 @@ class Request:
     awaits_peer: str | None = None
     slo: SloState | None = None
     missing_tokens: int | None = None
+    adapter: LoadedAdapter | None = None
+    activation: Media | None = None
+    adapter_slot: int = 0
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key of requests. The request with the smallest rank runs first."""
@@ -221,6 +229,17 @@ class Request:
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
         return first.prompt_array
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The parts of the prompt that block hashes identify by content: images, and the start of an activated LoRA."""
+        images = () if self.images is None else tuple(self.images.media)
+        return images if self.activation is None else (*images, self.activation)
+
+    @property
+    def active_from(self) -> int:
+        """The first token that the adapter changes."""
+        return 0 if self.activation is None else self.activation.start
 
     @property
     def match_control(self) -> CacheControl:

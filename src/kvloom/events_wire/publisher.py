@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -72,13 +72,19 @@ KIND_NAMES = {
 
 class WirePublisher:
     """Publishes a cache's events. The engine's thread calls `flush` after every step, and `close` at the end.
+    `adapter_name` returns the name of an adapter that salts block hashes.
 
     Raises OSError if an address is unavailable, and ValueError if the key file is invalid."""
 
-    def __init__(self, cache: KVCache, settings: EventSettings) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        settings: EventSettings,
+        adapter_name: Callable[[str], str] = lambda adapter: adapter,
+    ) -> None:
         import zmq
 
-        self.settings = settings
+        self.settings, self._adapter_name = settings, adapter_name
         self.published = self.dropped = 0
         """Batches sent, and batches dropped because the queue was full."""
         self._groups = {
@@ -286,6 +292,7 @@ class WirePublisher:
                 tokens,
                 event.tail_tokens or HASH_TOKENS,
                 medium=medium,
+                lora_name=self._adapter_name(event.adapter) if event.adapter else None,
                 group_idx=index,
                 kv_cache_spec_kind=KIND_NAMES[self._groups[index].spec.kind],
                 kv_cache_spec_sliding_window=_window(self._groups[index]),

@@ -8,6 +8,7 @@ a Triton version for GPUs.
 | write/           | writes new K and V to their slots, with rotary embedding and quantisation                     |
 | copy/            | copies whole pages inside the pool, and between pool and host memory                          |
 | moe/             | mixture of experts: routing and grouped products                                              |
+| lora/            | low-rank terms of adapters, as grouped products                                               |
 | fused/           | norms, gated activations, rotary embedding, argmax, single-token products, decode step inputs |
 | batch_invariant/ | torch operations whose results do not depend on the batch                                     |
 | memory/          | elastic pool memory, the CUDA driver, views of layers over the pool                           |

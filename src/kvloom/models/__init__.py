@@ -9,9 +9,10 @@ checkpoints.
 | fusion/   | replaces operations of modules by fewer, larger operations                                           |
 | loading/  | checkpoints and random weights, the check that a model can run, its fingerprint                      |
 | heads/    | small modules that draft tokens from a target's hidden states                                        |
+| lora/     | LoRA adapters: their files, and their weights as terms of linear layers                              |
 | configs/  | config.json of models known by name                                                                  |
 | embedded/ | small models that are installed with their weights                                                   |
 
-Imports point one way: specs, paged, vision or fusion, loading, heads. A new architecture is one row of
+Imports point one way: specs, paged, vision or fusion, loading or lora, heads. A new architecture is one row of
 `specs/families_table.py`.
 """

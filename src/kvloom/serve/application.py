@@ -28,12 +28,14 @@ from .api import (
     CountTokensEndpoint,
     DetokenizeEndpoint,
     EmbeddingsEndpoint,
+    LoadAdapterEndpoint,
     MessagesEndpoint,
     PoolEndpoint,
     ResponsesEndpoint,
     RoleEndpoint,
     ServerContext,
     TokenizeEndpoint,
+    UnloadAdapterEndpoint,
     documentation_routes,
     openapi,
     parse_digits,
@@ -73,6 +75,8 @@ def application(
         Route("/v1/messages", MessagesEndpoint(context), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokensEndpoint(context), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(context), methods=["POST"]),
+        Route("/v1/load_lora_adapter", LoadAdapterEndpoint(context), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", UnloadAdapterEndpoint(context), methods=["POST"]),
         *_model_list_routes(context),
         *_session_routes(context),
         Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
@@ -111,7 +115,7 @@ def _model_list_routes(context: ServerContext) -> list[Route]:
 
     async def model(request: Request) -> Response:
         context.authenticate(request)
-        return _json(context.served(request.path_params["name"]).to_dict())
+        return _json(context.model_entry(request.path_params["name"]))
 
     async def worker(request: Request) -> Response:
         tenant = context.authenticate(request)

@@ -104,7 +104,8 @@ class ModelSet:
         folder = await asyncio.to_thread(_allowed_folder, asked, options.model_folders)
         first = options.models[0].start
         taken = dict.fromkeys(("kv_events", "kv_events_replay", "kv_events_key"))  # the ports are taken
-        settings = {**first.settings, **taken}
+        adapters = {"lora": [], "max_loras": 0, "max_lora_rank": None, "lora_targets": []}
+        settings = {**first.settings, **taken, **adapters}
         start = msgspec.structs.replace(
             first, model=str(folder), cpu_dtype="auto", progress=False, settings=settings
         )

@@ -61,6 +61,11 @@ def _add_models(group: argparse.ArgumentParser) -> None:
     folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
     add("--model-dir", action="append", default=[], metavar="DIR", help=folder)
 
+    adapters = (
+        "folder below which POST /v1/load_lora_adapter may load LoRA adapters; repeatable (default: none)"
+    )
+    add("--lora-dir", action="append", default=[], metavar="DIR", help=adapters)
+
 
 def _add_network(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
@@ -231,6 +236,7 @@ def run(args: argparse.Namespace) -> int:
             aliases=_aliases(args.alias, models[0].served_name),
             memory=args.memory,
             model_folders=tuple(Path(folder).resolve() for folder in args.model_dir),
+            lora_folders=tuple(Path(folder).resolve() for folder in args.lora_dir),
             host=args.host,
             port=args.port,
             keys=keys,
@@ -324,6 +330,13 @@ def _models(
         raise ValueError(
             f"{len(given)} models need --memory SIZE, which their pools share, or --pool SIZE for each pool"
         )
+    if len(given) > 1 and args.lora:
+        raise ValueError(
+            f"--lora needs one base model, and {len(given)} models are given: set lora in [models.NAME] of a "
+            "configuration file"
+        )
+    if args.lora_dir and not any(own.lora or own.max_loras for _, _, own in given):
+        raise ValueError("--lora-dir needs slots for adapters: add --max-loras N")
     if memory is None and args.model_dir:
         raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
     for option in ("pool", "max_pool"):

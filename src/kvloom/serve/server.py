@@ -101,6 +101,7 @@ class _Lifecycle:
             memory=options.memory,
             metrics_need_key=options.metrics_need_key,
             cors_origins=options.cors_origins,
+            lora_folders=options.lora_folders,
         )
         self.models = ModelSet(options, self.context, self._model_ready)
         self.dashboards = Dashboards(self.context)

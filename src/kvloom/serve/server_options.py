@@ -87,6 +87,8 @@ class ServerOptions:
     """Bytes that the pools of all models share. None means that each pool keeps its own size."""
     model_folders: tuple[Path, ...] = ()
     """Folders below which the API may load models."""
+    lora_folders: tuple[Path, ...] = ()
+    """Folders below which the API may load LoRA adapters."""
     metrics_auth: str = "auto"
     """When /metrics requires a key: "key" (always), "open" (never), or "auto" (if other machines can reach the server).
     """
@@ -96,10 +98,20 @@ class ServerOptions:
         names = [model.served_name for model in self.models]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"models have the same name {', '.join(sorted(twice))}: give each a --name")
+        for model in self.models:
+            if taken := set(_adapter_names(model.start)) & {*names, *self.aliases}:
+                raise ValueError(
+                    f"--lora {', '.join(sorted(taken))} is the name of a model already: give another one"
+                )
+        adapters = [one for model in self.models for one in _adapter_names(model.start)]
+        if twice := {name for name in adapters if adapters.count(name) > 1}:
+            raise ValueError(
+                f"--lora: two adapters have the same name {', '.join(sorted(twice))}: rename one"
+            )
         for alias, name in self.aliases.items():
             if alias in names:
                 raise ValueError(f"--alias {alias} is the name of a model already: give another one")
-            if name not in names:
+            if name not in [*names, *adapters]:
                 raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
             raise ValueError(refused("public host, no keys", host=self.host))
@@ -142,6 +154,11 @@ class ServerOptions:
             return self.record
         path = Path(self.record)
         return str(path.with_name(f"{path.stem}.{model.replace('/', '_')}{path.suffix}"))
+
+
+def _adapter_names(start: Start) -> list[str]:
+    """Return the names of the LoRA adapters in the settings of an engine."""
+    return [str(one).partition("=")[0] for one in start.settings.get("lora") or ()]
 
 
 def shared_start(start: Start, memory: int, share: int) -> Start:

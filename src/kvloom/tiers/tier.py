@@ -78,7 +78,7 @@ class Form:
 
     @property
     def runs(self) -> int:
-        """Number of layer runs in a page."""
+        """Number of runs in a page: equal parts of `run_bytes`, each with the bytes of one layer."""
         return self.page_bytes // self.run_bytes
 
     @cached_property
@@ -206,7 +206,7 @@ class Tier(Protocol):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the tier re-encodes pages. A lossy tier never serves exact pages."""
+        """Whether the tier re-encodes pages. Requests that need exact pages never load from a lossy tier."""
         return False
 
     @property

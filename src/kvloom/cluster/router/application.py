@@ -164,10 +164,19 @@ class RouterApplication:
             raise not_found(method, path)
 
     def _models(self) -> list[dict[str, Any]]:
-        return [
+        found: list[dict[str, Any]] = [
             {"id": name, "object": "model", "owned_by": "kvloom", "workers": len(self.fleet.candidates(name))}
             for name in self.fleet.models
         ]
+        for model in self.fleet.models:
+            offers = [
+                worker.models[model] for worker in self.fleet.workers.values() if model in worker.models
+            ]
+            for adapter in dict.fromkeys(name for offer in offers for name in offer.adapters):
+                workers = len(self.fleet.candidates(model, adapter))
+                entry = {"id": adapter, "object": "model", "owned_by": "kvloom", "parent": model}
+                found.append({**entry, "workers": workers})
+        return found
 
     async def _register(self, body: dict[str, Any], send: Send) -> None:
         """Add a worker, if `body` has the field `url`. Otherwise add an instance whose events at `endpoint` are
@@ -203,6 +212,10 @@ class RouterApplication:
 
         model = body.get("model_name") or body.get("modelname") or body.get("model")
         tokens = body.get("token_ids") or body.get("tokens")
+        adapter = None
+        if isinstance(model, str) and model not in self.fleet.models:
+            base = self.fleet.base_of(model)
+            model, adapter = (model, None) if base is None else (base, model)
         if model not in self.fleet.models:
             raise ApiError(404, f"model {model!r} is not served here", "model_name", "model_not_found")
         try:
@@ -218,8 +231,9 @@ class RouterApplication:
             str(body.get("cache_salt") or ""),
         )
         instances: dict[str, Any] = {}
-        for root, mine in roots_of(self.fleet, model, names, tenant, salt, False).items():
-            lengths = served.index.lengths(keys.hashes(root))
+        roots = roots_of(self.fleet, model, names, tenant, salt, False, adapter)
+        for (root, version), mine in roots.items():
+            lengths = served.index.lengths(keys.hashes(root, version))
             for name in mine:
                 gpu, cpu, disk, store = lengths[name]
                 instances[name] = {

@@ -33,6 +33,8 @@ class Call:
     body: dict[str, Any]
     raw: bytes
     model: str = ""
+    adapter: str | None = None
+    """Name of the LoRA adapter of `model`. None means the base model."""
     tenant: str = ""
     at: float = field(default_factory=now)
     keys: PromptKeys | None = None

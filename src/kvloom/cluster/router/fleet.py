@@ -46,6 +46,15 @@ FAILED_CHECKS = 2
 """A worker is dead after this many failed checks in a row."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterOffer:
+    """A LoRA adapter of a worker: the digest that salts its block hashes, and the invocation tokens of an activated
+    LoRA."""
+
+    digest: str
+    invocation_tokens: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Offer:
     """A model that one worker serves, as the worker reports it to the router.
@@ -76,6 +85,10 @@ class Offer:
     token_budget: int = 0
     objective: Objective = field(default_factory=Objective)
     """Objective for requests that set no objective."""
+    adapters: dict[str, AdapterOffer] = field(default_factory=dict)
+    """LoRA adapters of the model on this worker, by name."""
+    resident_adapters: frozenset[str] = frozenset()
+    """Names of the adapters that have a slot on the worker's device."""
 
 
 @dataclass(slots=True)
@@ -123,6 +136,10 @@ class Worker:
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether the worker has a LoRA adapter with this name."""
+        return any(name in offer.adapters for offer in self.models.values())
 
     @property
     def answers(self) -> bool:
@@ -232,15 +249,35 @@ class Fleet:
         hosts = {f"[{info[4][0]}]" if ":" in str(info[4][0]) else info[4][0] for info in infos}
         return {f"{parts.scheme}://{host}:{parts.port or 80}" for host in hosts}
 
-    def candidates(self, model: str) -> list[str]:
-        """Return the names of living workers that answer requests for a model. Prefill workers are included only if
-        all living workers of the model are prefill workers."""
-        alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+    def base_of(self, adapter: str) -> str | None:
+        """Return the base model of a LoRA adapter that a living worker has, or None. O(workers)."""
+        for worker in self.workers.values():
+            if worker.is_alive:
+                for model, offer in worker.models.items():
+                    if adapter in offer.adapters:
+                        return model
+        return None
+
+    def _alive(self, model: str, adapter: str | None) -> list[Worker]:
+        """Return the living workers that serve a model and, if given, a LoRA adapter of this model."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.is_alive
+            and worker.url
+            and model in worker.models
+            and (adapter is None or adapter in worker.models[model].adapters)
+        ]
+
+    def candidates(self, model: str, adapter: str | None = None) -> list[str]:
+        """Return the names of living workers that answer requests for a model, with an adapter if given. Prefill workers
+        are included only if all living workers of the model are prefill workers."""
+        alive = self._alive(model, adapter)
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
-    def prefill_workers(self, model: str) -> list[str]:
+    def prefill_workers(self, model: str, adapter: str | None = None) -> list[str]:
         """Return the names of living prefill workers of a model whose pages other workers can read."""
-        alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+        alive = self._alive(model, adapter)
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
     def encode_workers(self, model: str, addresses: tuple[str, ...]) -> list[str]:
@@ -283,6 +320,10 @@ class Fleet:
                 known.role, known.peer, known.load = offer.role, offer.peer, offer.load
                 known.step_times, known.objective = offer.step_times, offer.objective
                 known.encoders = offer.encoders
+                known.adapters, known.resident_adapters = offer.adapters, offer.resident_adapters
+            load = self.models[model].scorer.loads.get(worker.name)
+            if load is not None:
+                load.adapters = set(offer.resident_adapters)
         if not worker.is_alive and is_reached:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers or worker.encodes))
@@ -385,16 +426,20 @@ class Fleet:
             self._offer(worker, model, offer)
 
     @staticmethod
-    def root(model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False) -> bytes:
-        """Return the root of a request's block hashes on a worker."""
+    def root(
+        model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False, adapter: str | None = None
+    ) -> bytes:
+        """Return the root of a request's block hashes on a worker. An activated LoRA has the root of the base model."""
         if offer.hash_model is None:
             return _root(f"foreign {model}", "", "")
-        return _root(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt)
+        found = None if adapter is None else offer.adapters.get(adapter)
+        digest = "" if found is None or found.invocation_tokens else found.digest
+        return _root(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt, digest)
 
 
 @lru_cache(maxsize=4096)
-def _root(model: str, tenant: str, salt: str) -> bytes:
-    return root_hash(model, tenant, salt=salt)
+def _root(model: str, tenant: str, salt: str, adapter: str = "") -> bytes:
+    return root_hash(model, tenant, adapter, salt)
 
 
 def _report(task: asyncio.Task[None]) -> None:
@@ -425,6 +470,11 @@ def _offer(found: dict[str, Any]) -> Offer:
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),
         Objective(found.get("slo_ttft"), found.get("slo_tbt")),
+        {
+            one["name"]: AdapterOffer(one["digest"], tuple(one.get("invocation_tokens") or ()))
+            for one in found.get("adapters") or ()
+        },
+        frozenset(found.get("resident_adapters") or ()),
     )
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
-from kvloom.core import TOKEN_BYTES, hash_chain, root_hash, token_bytes
+from kvloom.core import TOKEN_BYTES, activation_mark, hash_chain, root_hash, token_bytes
 from kvloom.events_wire import wire_hashes
 
-from .fleet import Fleet, Offer, Worker
+from .fleet import AdapterOffer, Fleet, Offer, Worker
 from .text_tokenizer import TextTokenizer
 
 __all__ = ["PromptKeys", "PromptReader"]
@@ -46,10 +47,21 @@ class PromptKeys:
     length: int
     """Number of tokens. It is an estimate if only the text is known."""
 
-    def hashes(self, root: bytes) -> list[int]:
+    def hashes(self, root: bytes, adapter: AdapterOffer | None = None) -> list[int]:
         """Return the block hashes of the prompt for a root hash. Returns an empty list if its tokens are unknown.
-        Takes about 0.2 µs per block."""
-        return [] if self.tokens is None else wire_hashes(hash_chain(root, self.tokens))
+        Takes about 0.2 µs per block. The hashes of an activated LoRA (`adapter`) differ from the base model's after its
+        invocation tokens."""
+        if self.tokens is None:
+            return []
+        if adapter is None or not adapter.invocation_tokens:
+            return wire_hashes(hash_chain(root, self.tokens))
+        ids = np.frombuffer(self.tokens, "<i4").copy()
+        mark = activation_mark(ids, adapter.invocation_tokens, adapter.digest)
+        if mark is None:
+            return wire_hashes(hash_chain(root, self.tokens))
+        digest = mark.digest
+        ids[mark.start] = -1
+        return wire_hashes(hash_chain(root, ids.tobytes(), lambda _: digest))
 
 
 class PromptReader:
@@ -142,7 +154,7 @@ class PromptReader:
         able = [
             w
             for w in self._fleet.workers.values()
-            if w.answers and w.url and (model is None or model in w.models)
+            if w.answers and w.url and (model is None or model in w.models or w.has_adapter(model))
         ]
         if not able:
             return None
@@ -191,13 +203,21 @@ def _has_media(messages: list[Any]) -> bool:
 
 
 def roots_of(
-    fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
-) -> dict[bytes, list[str]]:
-    """Group the workers `names` by the root of their block hashes for this request: root → workers. Usually all
-    workers have the same root.
+    fleet: Fleet,
+    model: str,
+    names: list[str],
+    tenant: str,
+    salt: str,
+    lossy: bool,
+    adapter: str | None = None,
+) -> dict[tuple[bytes, AdapterOffer | None], list[str]]:
+    """Group the workers `names` by the root of their block hashes for this request, and by the version of its adapter:
+    (root, adapter) → workers. Usually all workers have the same root.
     """
-    found: dict[bytes, list[str]] = {}
+    found: dict[tuple[bytes, AdapterOffer | None], list[str]] = {}
     for name in names:
         offer: Offer = fleet.workers[name].models[model]
-        found.setdefault(Fleet.root(model, offer, tenant, salt, lossy), []).append(name)
+        root = Fleet.root(model, offer, tenant, salt, lossy, adapter)
+        version = None if adapter is None else offer.adapters.get(adapter)
+        found.setdefault((root, version), []).append(name)
     return found

@@ -135,12 +135,12 @@ class Proxy:
 
     async def serve(self, call: Call, send: Send) -> None:
         """Answer a call. Raises ApiError only before the first byte is sent to the client."""
-        call.model = await self._find_model(call)
+        call.model, call.adapter = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
             call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}
         )
-        alive = len(self.fleet.candidates(call.model))
+        alive = len(self.fleet.candidates(call.model, call.adapter))
         self.queue.resize(self.options.inflight * max(1, alive))
         try:
             async with asyncio.timeout(self.options.deadline_seconds):
@@ -159,8 +159,8 @@ class Proxy:
         finally:
             self.queue.leave()
 
-    async def _find_model(self, call: Call) -> str:
-        """Return the model of a call. Waits while no worker is alive, because the router or the workers may have just
+    async def _find_model(self, call: Call) -> tuple[str, str | None]:
+        """Return the model of a call and its LoRA adapter, if any. Waits while no worker is alive, because the router or the workers may have just
         started."""
         limit = min(self.options.wait_seconds, self.options.deadline_seconds)
         for _ in range(int(limit / WAIT_STEP)):
@@ -170,13 +170,15 @@ class Proxy:
             await asyncio.sleep(WAIT_STEP)
         return self._model(call)
 
-    def _model(self, call: Call) -> str:
+    def _model(self, call: Call) -> tuple[str, str | None]:
         asked = call.body.get("model")
         models = self.fleet.models
         if asked is None and len(models) == 1:
-            return next(iter(models))
+            return next(iter(models)), None
         if isinstance(asked, str) and asked in models:
-            return asked
+            return asked, None
+        if isinstance(asked, str) and (base := self.fleet.base_of(asked)) is not None:
+            return base, asked
         if not any(worker.answers for worker in self.fleet.workers.values()):
             raise ApiError(
                 503, "no worker is alive: start one, or register it", code="no_worker", retry_after=1
@@ -240,7 +242,8 @@ class Proxy:
     def choose(self, call: Call) -> tuple[Worker, Choice]:
         """Choose the best worker to which this call was not sent yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
-        names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
+        candidates = self.fleet.candidates(call.model, call.adapter)
+        names = [name for name in candidates if name not in call.tried]
         if not names:
             why = "no worker is alive" if not call.tried else f"{len(call.tried)} workers failed"
             raise ApiError(
@@ -257,7 +260,7 @@ class Proxy:
             worker = self.fleet.workers[name]
             load = served.scorer.loads[name]
             load.foreign = worker.foreign_requests
-        choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session)
+        choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session, call.adapter)
         assert choice is not None
         return self.fleet.workers[choice.worker], choice
 
@@ -310,7 +313,7 @@ class Proxy:
             )
 
         length = call.keys.length
-        names = self.fleet.prefill_workers(call.model)
+        names = self.fleet.prefill_workers(call.model, call.adapter)
         is_handed_over = self.fleet.workers[name].models[call.model].role == "decode" and names
         if not is_handed_over or length - cached < HAND_OVER_TOKENS:
             return of(name, cached)
@@ -333,11 +336,12 @@ class Proxy:
             return served.texts.lengths(keys.text) if keys.text else {}
         salt = call.body.get("cache_salt")
         roots = roots_of(
-            self.fleet, call.model, names, call.tenant, salt if isinstance(salt, str) else "", call.body.get("lossy") is True
+            self.fleet, call.model, names, call.tenant, salt if isinstance(salt, str) else "", call.body.get("lossy") is True,
+            call.adapter,
         )  # fmt: skip
         found: dict[str, tuple[int, ...]] = {}
-        for root, mine in roots.items():
-            hashes = keys.hashes(root)
+        for (root, adapter), mine in roots.items():
+            hashes = keys.hashes(root, adapter)
             lengths = served.index.lengths(hashes)
             for name in mine:
                 call.hashes[name] = hashes
@@ -352,6 +356,8 @@ class Proxy:
         load = served.scorer.loads.get(worker.name)
         if load is not None:
             load.sent(call, keys.length - choice.cached, keys.length, now())
+            if call.adapter is not None:
+                load.adapters.add(call.adapter)
         hashes = call.hashes.get(worker.name, [])
         (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
         if choice.cached and keys.tokens is not None:
@@ -405,9 +411,11 @@ class Proxy:
         missing = keys.length - choice.cached
         if offer is None or offer.role != "decode" or missing < HAND_OVER_TOKENS:
             return alone, []
-        names = self.fleet.prefill_workers(call.model)
+        names = self.fleet.prefill_workers(call.model, call.adapter)
         found = (
-            served.scorer.choose(keys.length, self._lengths(call, served, names), names, now())
+            served.scorer.choose(
+                keys.length, self._lengths(call, served, names), names, now(), adapter=call.adapter
+            )
             if names
             else None
         )
@@ -583,7 +591,7 @@ class Proxy:
         await send({"type": "http.response.body", "body": b"data: " + failed.body + b"\n\ndata: [DONE]\n\n"})
 
     def _others(self, call: Call) -> bool:
-        return any(name not in call.tried for name in self.fleet.candidates(call.model))
+        return any(name not in call.tried for name in self.fleet.candidates(call.model, call.adapter))
 
     async def _stream_from(
         self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float

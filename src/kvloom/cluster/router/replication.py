@@ -81,7 +81,7 @@ class Replicator:
             or len(self._running) >= MAX_RUNNING
         ):
             return
-        pair = self._pair(call.model, tokens, lengths)
+        pair = self._pair(call.model, tokens, lengths, call.adapter)
         if pair is None:
             return
         prefix.copied_at = now()
@@ -100,10 +100,12 @@ class Replicator:
             self._prefixes.popitem(last=False)
         return prefix
 
-    def _pair(self, model: str, tokens: int, lengths: Mapping[str, Sequence[int]]) -> tuple[str, str] | None:
+    def _pair(
+        self, model: str, tokens: int, lengths: Mapping[str, Sequence[int]], adapter: str | None = None
+    ) -> tuple[str, str] | None:
         """Return two workers: a source that has the prefix and shares its pages, and a target that lacks the prefix and
         reads from the source. Return None if there are enough copies, or if there is no such pair."""
-        candidates = self._fleet.candidates(model)
+        candidates = self._fleet.candidates(model, adapter)
         have = [name for name in candidates if lengths.get(name, (0,))[-1] >= tokens]
         if len(have) >= self.options.copies:
             return None
@@ -128,7 +130,8 @@ class Replicator:
         assert call.keys.tokens is not None
         # One more token, because the last token of a prompt is always computed.
         ids = np.frombuffer(call.keys.tokens[: (tokens + 1) * TOKEN_BYTES], "<i4").tolist()
-        body: dict[str, Any] = {"model": call.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        model = call.adapter or call.model
+        body: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         body |= {name: call.body[name] for name in ("tenant", "cache_salt") if name in call.body}
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
         try:

@@ -279,13 +279,13 @@ class LayerSpec:
 
 
 def attention_fields(
-    kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
+    kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None, v_dim: int | None = None
 ) -> tuple[Field, ...]:
-    """Return the fields of one attention layer. By default int8 and fp8 values have one float32 scale per token and
+    """Return the fields of one attention layer. Values have `v_dim` dims, by default as many as keys. By default int8 and fp8 values have one float32 scale per token and
     head. `scales=False` omits the fields for scales. Static scales are weights of the model and need no fields."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
-        Field("v", (kv_heads, head_dim), dtype, shard_axis=0),
+        Field("v", (kv_heads, v_dim or head_dim), dtype, shard_axis=0),
     )
     if dtype in QUANTISED and scales is not False:
         fields += (

@@ -26,7 +26,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     for its first step."""
     match, tree = plan.match, state.tree
     account = state.accounts[match.control.tenant]
-    root = tree.root(match.root_hash, account, match.control.tenant)
+    root = tree.root(match.root_hash, account, match.control.tenant, match.control.adapter)
     node = match.path[-1] if match.path else root
     tree.lock(node)  # the loaded tokens are published after this node
     blocks = -(-plan.end // state.block_tokens)

@@ -31,7 +31,7 @@ from .block_hash import (
 from .hash_index import HashIndex
 from .in_transfer import Reservation
 from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
-from .multimodal import Media
+from .multimodal import Media, activation_mark
 from .offload_batch import OffloadBatch
 from .pins import Pin, QueuedPrefix
 
@@ -49,6 +49,7 @@ __all__ = [
     "Pin",
     "QueuedPrefix",
     "Reservation",
+    "activation_mark",
     "hash_chain",
     "media_hash",
     "root_hash",

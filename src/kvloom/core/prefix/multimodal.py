@@ -2,7 +2,8 @@
 
 Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest itself.
 Layers on the media axis have one media run per image: the pages of that image. Cross attention reads the run while the
-sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts.
+sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts. The first
+token of an activated LoRA has such an id, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ from kvloom.core.eviction.tenants import Account
 from kvloom.core.pool.block_pages import replace_page
 from kvloom.core.pool.page_pool import Ids, Index
 
-__all__ = ["Media", "MediaIds", "MediaRun"]
+__all__ = ["Media", "MediaIds", "MediaRun", "activation_mark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,24 @@ class Media:
             raise ValueError(f"a media digest needs 16 bytes or more, got {len(self.digest)}")
         if self.tokens < 0:
             raise ValueError(f"media tokens {self.tokens} is negative")
+
+
+def activation_mark(tokens: npt.NDArray[np.integer], invocation: Sequence[int], adapter: str) -> Media | None:
+    """Return a mark of the token from which an activated LoRA applies: the start of the last occurrence of its
+    `invocation` tokens. Return None if they do not occur. `adapter` is the digest of the adapter.
+
+    Block hashes contain the mark instead of the token. Blocks before the mark have the hashes of the base model, and
+    later blocks depend on the adapter."""
+    wanted = np.array(invocation)
+    if not 0 < len(wanted) <= len(tokens):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(wanted))
+    found = np.flatnonzero((windows == wanted).all(1))
+    if not len(found):
+        return None
+    content = f"{adapter} {wanted[0]}".encode()
+    start = int(found[-1])
+    return Media(start, start + 1, blake2b(content, digest_size=16, person=b"kvloom.alora").digest())
 
 
 class MediaRun(Entry):

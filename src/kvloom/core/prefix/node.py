@@ -101,13 +101,15 @@ class Node(Entry):
 class Root(Node):
     """The parent of all first nodes under one root hash (model, tenant, adapter and salt)."""
 
-    __slots__ = ("account", "hash", "tenant")
+    __slots__ = ("account", "adapter", "hash", "tenant")
 
-    def __init__(self, serial: int, root_hash: bytes, account: Account, width: int, tenant: str) -> None:
+    def __init__(
+        self, serial: int, root_hash: bytes, account: Account, width: int, tenant: str, adapter: str
+    ) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
         self.hash = root_hash
         self.account = account  # the account of the tenant, or the default account
-        self.tenant = tenant
+        self.tenant, self.adapter = tenant, adapter
         self.parent = None
         self.root = self
 

@@ -96,8 +96,8 @@ class Pins:
     def pin(self, match: Match, ttl: float) -> Pin:
         """Retain the pages of a match for `ttl` seconds."""
         tree, now = self._tree, self._clock.now()
-        tenant = match.control.tenant
-        node: Node = tree.root(match.root_hash, self._accounts[tenant], tenant)
+        tenant, adapter = match.control.tenant, match.control.adapter
+        node: Node = tree.root(match.root_hash, self._accounts[tenant], tenant, adapter)
         for passed in match.path:
             if passed.start >= match.resume:
                 break

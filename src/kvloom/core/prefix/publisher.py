@@ -142,14 +142,24 @@ class EventPublisher:
                 node.hashes[first:] = hash_chain(parent, text, self.resolve)
             hashes = tuple(node.hashes[first:] if first else node.hashes)
             self.events.emit(
-                BlockStored(parent, hashes, self.token_groups, MEDIUM, tokens=self._tokens(text))
+                BlockStored(
+                    parent,
+                    hashes,
+                    self.token_groups,
+                    MEDIUM,
+                    tokens=self._tokens(text),
+                    adapter=node.root.adapter,
+                )
             )
         tail = node.end % HASH_TOKENS
         if tail:
             block_hash = self.hash_at(node, node.end)
             parent = self.hash_at(node, node.end - tail) if last else self.hash_before(node)
             text = self._tokens(self._text(node, node.end - tail, node.end))
-            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
+            groups = self.token_groups
+            self.events.emit(
+                BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, node.root.adapter)
+            )
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
         """Publish that the state snapshot of a checkpoint was stored."""
@@ -160,7 +170,8 @@ class EventPublisher:
         # A partial block inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
         text = self._tokens(self._text(node, before, position))
-        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
+        tail, adapter = position % HASH_TOKENS, node.root.adapter
+        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, adapter))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
         """Publish that window pages that were missing in `node` were added again. `missing` marks these pages."""
@@ -169,7 +180,8 @@ class EventPublisher:
             groups = (self.window_groups[window],)
             for block_hash, parent, end in self._row_hashes(node, rows):
                 text = self._tokens(self._text(node, end - HASH_TOKENS, end))
-                self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
+                adapter = node.root.adapter
+                self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, 0, text, adapter))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
         """Publish that the window pages of `group` were removed from the blocks `rows` of `node`."""

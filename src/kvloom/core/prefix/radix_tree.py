@@ -45,11 +45,11 @@ class RadixTree(Checkpoints):
 
     # -- finding --------------------------------------------------------------------------------
 
-    def root(self, root_hash: bytes, account: Account, tenant: str = "") -> Root:
+    def root(self, root_hash: bytes, account: Account, tenant: str = "", adapter: str = "") -> Root:
         """Return the root with the hash `root_hash`. Creates the root if there is none."""
         root = self.roots.get(root_hash)
         if root is None:
-            root = Root(next(self._serials), root_hash, account, self.pages.width, tenant)
+            root = Root(next(self._serials), root_hash, account, self.pages.width, tenant, adapter)
             self.roots[root_hash] = root
         return root
 

@@ -208,8 +208,8 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Do the work of `_leave_windows` for many sequences at once: release one block of each that has left a window.
-    `rows` are the row numbers of the sequences. Sequences that share a page, or that have different accounts, are
+    """Do the work of `_leave_windows` for many sequences at once: in each sequence, release the one block that has left
+    the window. `rows` are the row numbers of the sequences. Sequences that share a page, or that have different accounts, are
     processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]

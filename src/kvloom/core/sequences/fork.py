@@ -13,7 +13,7 @@ __all__ = ["fork"]
 
 
 def fork(state: CacheState, seq: Sequence) -> Sequence | None:
-    """Fork `seq`. Returns None if the pool has no pages for the states."""
+    """Fork `seq`. Returns None if the pool has no free pages for copies of its recurrent states."""
     ensure_open(state, seq)
     account, table = seq.root.account, state.block_tables
     has_live = bool(state.has_states and table.states[0, seq.row])

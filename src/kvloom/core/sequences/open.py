@@ -31,7 +31,7 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
     row = state.block_tables.take_row()
     now = state.clock.now()
     account = state.accounts[control.tenant]
-    root = tree.root(match.root_hash, account, control.tenant)
+    root = tree.root(match.root_hash, account, control.tenant, control.adapter)
     node = _hit_path(state, match, root, now) if match.path else root
     tree.lock(node)
     seq = Sequence(cache, row, root, node, control, now)

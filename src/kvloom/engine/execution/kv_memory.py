@@ -16,8 +16,10 @@ from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
+from kvloom.models.fusion import fuse
 from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint
+from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
 from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
@@ -51,9 +53,11 @@ class KVMemory:
     batch_invariant: bool
 
 
-def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
+def allocate_kv_memory(
+    model: Any, config: EngineConfig, draft: Any = None, lora: AdapterSlots | None = None
+) -> KVMemory:
     """Allocate the pool of a model on its device, and make the model's attention read pages. A `draft` model or
-    head shares the pool.
+    head shares the pool. The slots of adapters (`lora`) are allocated first.
 
     In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
     measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
@@ -80,6 +84,9 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
     limit = _limit(spec.max_context, config.max_context)
     longest = limit or MAX_TOKENS
     install(model, limit)
+    if lora is not None:
+        fuse(model)  # joined layers share their slots
+        lora.attach()
     budget, pool_bytes = None, config.pool_bytes
     if pool_bytes is None:
         budget = measure_budget(
@@ -94,6 +101,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
             batch_invariant,
             vision,
             0 if config.speculate == "off" else 1 + bool(config.draft_model or config.head),
+            lora,
         )
         pool_bytes = budget.pool
     slabs = layout.slabs_in(pool_bytes)

@@ -16,6 +16,7 @@ import torch
 
 from kvloom.core import KVCache, PoolLayout
 from kvloom.kernels.memory import allocate
+from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, Work
 from kvloom.models.vision import Vision
 
@@ -72,12 +73,14 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
     drafted_models: int = 0,
+    lora: AdapterSlots | None = None,
 ) -> MemoryBudget:
     """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory.
 
     On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
     tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models` is
-    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head.
+    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head. With
+    `lora`, whose slots must be allocated, the trial step uses adapters.
     Takes seconds on a GPU. Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
@@ -88,8 +91,9 @@ def measure_budget(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
-    captured = sum(graph_sizes(rows)) + drafted_models * sum(draft_graph_sizes(tokens + rows))
+    step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision, lora)
+    kinds = 1 if lora is None else 2  # decode steps with and without adapters
+    captured = kinds * sum(graph_sizes(rows)) + drafted_models * sum(draft_graph_sizes(tokens + rows))
     logits_bytes = captured * logits // rows if graphs else 0
     pieces = step if graphs else 0  # memory of the tensors between piecewise graphs
     budget = MemoryBudget(
@@ -115,6 +119,7 @@ def _trial(
     longest: int,
     invariant: bool,
     vision: Vision | None,
+    lora: AdapterSlots | None = None,
 ) -> tuple[int, int]:
     """Run the largest step on a temporary pool. Return the peak memory of the step and the size of its logits, in
     bytes.
@@ -131,12 +136,17 @@ def _trial(
     buffer = allocate(layout, slabs, device)
     cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=longest)
     before = torch.cuda.memory_allocated(device)
-    runner = ModelRunner(model, cache, buffer, tokens, rows, graphs=False, scales=scales, invariant=invariant)
+    runner = ModelRunner(
+        model, cache, buffer, tokens, rows, graphs=False, scales=scales, invariant=invariant, lora=lora
+    )
     torch.cuda.reset_peak_memory_stats(device)
     if vision is not None:
         vision.embed(vision.sample())
     runner.try_replay()  # its plans stay allocated
-    works = [Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64)) for count in counts]
+    slot = 0 if lora is None else 1
+    works = [
+        Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64), adapter=slot) for count in counts
+    ]
     if any(work.sequence.extend(len(work.tokens)) for work in works):
         raise ValueError(f"a trial step of {tokens} tokens does not fit {slabs} slabs: lower token_budget")
     logits = runner.run(works)[:1].expand(rows, -1).contiguous()

@@ -34,7 +34,8 @@ from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_shari
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
-from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work
+from kvloom.models.lora import AdapterSlots
+from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work, runs_separately
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
@@ -80,15 +81,22 @@ class ModelRunner:
         target: ModelRunner | None = None,
         draft_length: int = 0,
         trees: bool = False,
+        lora: AdapterSlots | None = None,
     ) -> None:
         """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and
         the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that recurrent
         layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees` states that
-        drafts may be trees. With `invariant`, the bits of a sequence's results do not depend on the other sequences of
+        drafts may be trees. `lora` has the slots of LoRA adapters. With `invariant`, the bits of a sequence's results do not depend on the other sequences of
         the step (CUDA only).
         """
         self.model, self.device, self.vision = model, buffer.device, vision
-        fuse(model, 0 if vision is not None else cache.max_tokens)
+        separate = runs_separately(model)
+        if not separate:
+            fuse(model, 0 if vision is not None else cache.max_tokens)
+        self._lora = lora
+        if lora is not None:
+            lora.attach()
+            lora.invariant = invariant
         self.pages = Pages(
             cache.layout,
             buffer,
@@ -118,6 +126,7 @@ class ModelRunner:
                 rows,
                 shifted=turns,
                 tree_columns=max(4, largest_row(1 + draft_length)) if trees else 0,
+                adapted=lora is not None,
             )
             if target is None
             else target.stage
@@ -134,7 +143,7 @@ class ModelRunner:
         """The hidden states after the final norm ([tokens, hidden]), one tensor for each of the works `pooled` in
         the last `run`."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, bool, bool], _Captured] = {}
         self._cache = cache
         own = [
             group
@@ -151,7 +160,8 @@ class ModelRunner:
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
-        self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.is_replayable else []
+        replayable = buffer.is_cuda and self.pages.is_replayable and not separate
+        self._sizes = graph_sizes(rows) if graphs and replayable else []
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
         if self._sizes and not turns and not self.pages.has_states:
@@ -168,6 +178,8 @@ class ModelRunner:
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
+        if runs_separately(self.model):
+            raise ValueError(refused("batch_invariant, own cache", model=type(self.model).__name__))
         if self.pages.cross_views:
             raise ValueError(refused("batch_invariant, cross-attention"))
         if not self.pages.is_replayable:
@@ -235,12 +247,16 @@ class ModelRunner:
             logits = self._forward(batch, last)
         finally:
             hook.remove()
-        self.hidden_states = [states[-1][batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
+        # A model that runs one sequence after the other calls its decoder several times.
+        every = states[-1] if len(states) == 1 else torch.cat(states)
+        self.hidden_states = [every[batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
         return logits
 
     def supports_trees(self, works: Many[Work]) -> bool:
         """Return whether a step with trees can run as it is. If not, its drafts must be chains: batch-invariant
         attention, cold pages, images and, on a GPU, long rows (prompts) do not support trees."""
+        if runs_separately(self.model):
+            return False
         if self.pages.is_invariant or any(work.sequence.cold_blocks or _has_images(work) for work in works):
             return False
         return self.device.type == "cpu" or max(len(work.tokens) for work in works) <= LARGEST_ROW
@@ -321,6 +337,12 @@ class ModelRunner:
         self._cache.take_copies()
         return done
 
+    def find_adapter_layers(self) -> None:
+        """Run a step of one token on temporary pages, and refuse adapters for layers that the step did not call."""
+        assert self._lora is not None
+        self._run_steps([[1]], 1)
+        self._lora.refuse_uncalled()
+
     def try_replay(self) -> None:
         """Run the largest decode step once on padding, without a graph, so that a trial can measure its memory."""
         if self.pages.is_replayable:
@@ -329,19 +351,21 @@ class ModelRunner:
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph. The largest graph is captured first, because the others reuse its memory."""
-        wanted = [(size, False) for size in reversed(self._sizes)]
+        kinds = (False,) if self._lora is None else (False, True)
+        wanted = [(size, False, adapted) for adapted in kinds for size in reversed(self._sizes)]
         if self._shared_column is not None:
-            wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
+            sizes = [size for size in reversed(self._sizes) if size >= MIN_SHARERS]
+            wanted += [(size, True, adapted) for adapted in kinds for size in sizes]
         sizes = [] if self.piecewise is None else self.piecewise.sizes
         drafts = self.draft_graphs
         for size in reversed([] if drafts is None else drafts.sizes):
             assert drafts is not None
             drafts.capture(size, self._memory())
-        for done, (size, shares) in enumerate(wanted):
+        for done, (size, shares, adapted) in enumerate(wanted):
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]
                 self.pages.set_shared_runs(runs, runs if self._windows else None, size)
-            self._captured(size, shares)
+            self._captured(size, shares, adapted)
             if progress is not None:
                 progress(done + 1, len(wanted) + len(sizes))
         self._sharers = ()
@@ -358,7 +382,8 @@ class ModelRunner:
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
-        captured = self._captured(size, self._share(works, size))
+        adapted = any(work.adapter for work in works)
+        captured = self._captured(size, self._share(works, size), adapted)
         self.stage.send_singles(works, size)
         captured.graph.replay()
         logits = captured.logits[: len(works)]
@@ -391,19 +416,21 @@ class ModelRunner:
             )
         return self._shares
 
-    def _captured(self, size: int, shares: bool) -> _Captured:
-        if (size, shares) not in self._graphs:
+    def _captured(self, size: int, shares: bool, adapted: bool = False) -> _Captured:
+        """Return the graph of a decode step, and capture it at its first use. Steps without adapters have their own
+        graphs, which compute no low-rank terms."""
+        if (size, shares, adapted) not in self._graphs:
             self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory
-                self._forward(self.stage.replayed(size, self.chosen, shares), None)
+                self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
-                logits = self._forward(self.stage.replayed(size, self.chosen, shares), None)
-            self._graphs[size, shares] = _Captured(graph, logits)
-        return self._graphs[size, shares]
+                logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
+            self._graphs[size, shares, adapted] = _Captured(graph, logits)
+        return self._graphs[size, shares, adapted]
 
     def _memory(self) -> Any:
         """Return the memory pool in which all CUDA graphs allocate. Graphs can share the memory, because they never
@@ -431,7 +458,8 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.watch_step(batch), self.numerics:
+        adapters = nullcontext() if self._lora is None else self._lora.step(batch.adapters)
+        with torch.inference_mode(), self.watch_step(batch), self.numerics, adapters:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,

@@ -289,7 +289,7 @@ class ColdPages:
 
     def _block_hashes(self, request: Request, first: int, end: int, parent: bytes | None) -> list[bytes]:
         """Return the hashes of a request's blocks from block `first` to token `end`."""
-        media = () if request.images is None else request.images.media
+        media = request.media
         ids = request.ids(len(request.tokens) if media else end)
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 

@@ -14,6 +14,7 @@ cached. The scheduler does not use the model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence as Many
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
+from kvloom.engine.adapter_table import AdapterTable
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -48,6 +50,9 @@ MAX_PROMPT_LOGPROBS = 256
 MAX_DEFERRED = 32
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
 costs a match."""
+MAX_WITHOUT_SLOT = 256
+"""Largest number of requests that a step passes over because they lack a slot for their adapter, or because of other
+deferred requests."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
 MAX_PREEMPTED = 16
@@ -65,6 +70,7 @@ class Scheduler:
         token_budget: int = 2048,
         max_running: int = 256,
         offload: OffloadManager | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         if token_budget < 1 or max_running < 1:
             raise ValueError(
@@ -80,6 +86,9 @@ class Scheduler:
         """Number of decoding requests in the work of the last step. They come first, with one token each."""
         self.offload = offload
         """Loads pages from tiers. None if the engine has no tiers."""
+        self.adapters = adapters
+        """LoRA adapters and their slots. None if the engine has no adapters."""
+        self._drained: str | None = None  # the adapter that gets no new requests in this step
         self.reachable_slabs = 0
         """Number of slabs to which the pool can certainly grow. A request that fits only into the grown pool waits for
         the growth.
@@ -175,6 +184,7 @@ class Scheduler:
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
+        self._drained = None
         self._lookahead.start_step()
         picked: list[Scheduled] = []
         settling, self._unsettled = self._unsettled, []
@@ -268,6 +278,10 @@ class Scheduler:
                 deferred.append(waiting)
                 if waiting.mask_pending:
                     continue
+                if self._lacks_slot(waiting):
+                    if len(deferred) > MAX_WITHOUT_SLOT:
+                        break
+                    continue
                 looked_up = self.cache.clock.now()
                 match = self._match(waiting)
                 next_block = next_block_of(waiting, match.resume, self.cache.block_tokens)
@@ -319,6 +333,30 @@ class Scheduler:
             for request in deferred:
                 self._queue.put_back(request)
         return budget
+
+    def _adapters_in_use(self) -> Counter[str]:
+        """Return the number of running requests of each adapter, by digest. Finished requests that the next step settles
+        count, too. O(running)."""
+        used = chain(self.running, (request for request, _ in chain(self._settling, self._unsettled)))
+        return Counter(request.adapter.digest for request in used if request.adapter is not None)
+
+    def _lacks_slot(self, request: Request) -> bool:
+        """Return whether a waiting request must wait for a slot of its adapter. The adapter with the fewest running
+        requests then gets no new requests in this step, so that its slot becomes free. Only requests behind the waiting
+        request are affected."""
+        if request.adapter is None or self.adapters is None:
+            return False
+        if request.adapter.digest == self._drained:
+            return True
+        if self.adapters.has_slot(request.adapter):
+            return False
+        if self._drained is not None:
+            return True  # a request before it lacks a slot, too
+        in_use = self._adapters_in_use()
+        if self.adapters.may_evict(in_use):
+            return False
+        self._drained = min(in_use, key=lambda digest: in_use[digest])
+        return True
 
     def _awaits_another(
         self,
@@ -602,6 +640,7 @@ class Scheduler:
             self._queue.push(child)
             return
         child.computed, child.is_long = request.computed, request.is_long
+        child.adapter_slot = request.adapter_slot
         self.running.append(child)
         self._queue.tenant_queue(child).running += 1
 
@@ -630,8 +669,8 @@ class Scheduler:
             self.cache.commit_many(np.array(rows), np.array(tokens, dtype=np.int32))
 
     def _match(self, request: Request, control: CacheControl | None = None) -> Match:
-        media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), control or request.match_control, media)
+        ids = request.ids(len(request.tokens))
+        return self.cache.match(ids, control or request.match_control, request.media)
 
     def _admit(self, request: Request, match: Match) -> None:
         is_cold = False
@@ -643,6 +682,8 @@ class Scheduler:
         if not is_cold:
             request.sequence = self.cache.open(match)
         assert request.sequence is not None
+        if request.adapter is not None and self.adapters is not None:
+            request.adapter_slot = self.adapters.make_resident(request.adapter, self._adapters_in_use)
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
@@ -713,7 +754,14 @@ class Scheduler:
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case
-                    work = Work(request.sequence, UNKNOWN, places[id(request)], request.images)
+                    work = Work(
+                        request.sequence,
+                        UNKNOWN,
+                        places[id(request)],
+                        request.images,
+                        adapter=request.adapter_slot,
+                        active_from=request.active_from,
+                    )
                 else:
                     work = self._work(request, 1, places)
                 picked.append((request, work))
@@ -729,7 +777,16 @@ class Scheduler:
         assert sequence is not None
         replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
         tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
-        return Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft))
+        return Work(
+            sequence,
+            np.array(tokens),
+            -1,
+            request.images,
+            replayed,
+            len(draft),
+            adapter=request.adapter_slot,
+            active_from=request.active_from,
+        )
 
     def _reserve(
         self,
@@ -829,10 +886,19 @@ class Scheduler:
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None
+        tokens, source = UNKNOWN, -1
         if request.inflight_tokens and request.pending == 1:
-            return Work(request.sequence, UNKNOWN, places[id(request)], request.images)
-        tokens = np.array(request.tokens[request.computed : request.computed + count])
-        return Work(request.sequence, tokens, images=request.images)
+            source = places[id(request)]
+        else:
+            tokens = np.array(request.tokens[request.computed : request.computed + count])
+        return Work(
+            request.sequence,
+            tokens,
+            source,
+            request.images,
+            adapter=request.adapter_slot,
+            active_from=request.active_from,
+        )
 
     def _unpark(self) -> bool:
         """If requests wait and beams are parked, preempt the parked beam that is last in rank. Return whether a beam
@@ -890,7 +956,14 @@ class Scheduler:
             replayed = sequence.length - sequence.state_length
             if replayed:
                 tokens = np.array(request.tokens[sequence.state_length : sequence.length])
-                work = Work(sequence, tokens, images=request.images, replayed=replayed)
+                work = Work(
+                    sequence,
+                    tokens,
+                    images=request.images,
+                    replayed=replayed,
+                    adapter=request.adapter_slot,
+                    active_from=request.active_from,
+                )
                 self._unsettled.append((request, work))
                 return
         sequence.close()

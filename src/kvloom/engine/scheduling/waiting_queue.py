@@ -185,13 +185,13 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
     alone = request.uncached or request.computes_all
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
-    image_content = b"" if request.images is None else request.images.content_key(end)
+    content = b"".join(item.digest for item in request.media if item.start < end)
     return (
         control.tenant,
         control.adapter,
         control.salt,
         control.lossy,
-        request.ids(end).tobytes() + image_content,
+        request.ids(end).tobytes() + content,
     )
 
 
@@ -209,6 +209,9 @@ def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
     if next_block is None or next_block != next_block_of(other, start, block):
         return 0
     shared = min(len(one.tokens), len(other.tokens))
+    if one.activation != other.activation:
+        starts = [each.start for each in (one.activation, other.activation) if each is not None]
+        shared = min(shared, *starts)
     same = one.ids(shared) == other.ids(shared)
     shared = shared if same.all() else int(same.argmin())
     return 0 if shared == len(one.tokens) else min(shared, len(other.tokens) - 1) // block * block

@@ -73,7 +73,8 @@ class Estimate:
             self.chance += (1 - (1 - WEIGHT) ** tried) * (accepted / tried - self.chance)
 
     def observe_tree(self, expected: float, accepted: int) -> None:
-        """Add a measurement of a draft with chances. `expected` is the sum of the chances."""
+        """Record the result of a draft tree: `accepted` is the number of accepted tokens, and `expected` the sum of the
+        probabilities with which the head expected its tokens to be accepted."""
         self.found += WEIGHT * (1 - self.found)
         share = accepted / max(expected, LEAST)
         self.chance += (1 - (1 - WEIGHT) ** expected) * (share - self.chance)

@@ -108,8 +108,8 @@ def attend_gathered(
     """Compute attention of blocks of query rows over K and V. Both are stored as [tokens, heads * dim] and read by
     tensor descriptors. Grid: (blocks * HEADS).
 
-    Positions count from the first gathered token of a sequence. In a window, this is the first token that the first
-    query sees. With FEW, the window has few tiles, so one loop masks every tile.
+    Position 0 is the first gathered token of a sequence. With a sliding window, the first gathered token is the first
+    one that the first query sees. With FEW, the window has few tiles, so one loop masks every tile.
     """
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH

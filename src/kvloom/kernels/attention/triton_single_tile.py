@@ -54,7 +54,7 @@ def _peek(pointer):
 
 @triton.jit
 def _store_here(pointers, values, ok):
-    """Store `values` directly from registers to `pointers`, a few bytes each. `ok` marks the values to store.
+    """Store `values` directly from registers to `pointers`, one value per store. `ok` marks the values to store.
 
     A tile stores few values at its end. A store through shared memory would need barriers, and memory that the loop
     needs for its buffers.

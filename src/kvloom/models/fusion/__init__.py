@@ -6,12 +6,13 @@ with its module. If the results differ, the module is not changed.
 | modules           | norms, gated MLPs, projections, decoder layers; `fuse` runs all |
 | fused_attention   | the forward of attention modules                                |
 | latent_attention  | the forward of MLA modules on a GPU                             |
-| joined_weights    | weights of several layers, by one tensor                        |
 | cpu_decoder_layer | the forward of decoder layers on a CPU                          |
 | rotary_cache      | rotary embeddings, by a table of cos and sin                    |
 | moe               | mixtures of experts                                             |
+| product           | products of linear layers, joined or alone, with a term         |
 """
 
 from .modules import fuse
+from .product import Product, Term, product_of
 
-__all__ = ["fuse"]
+__all__ = ["Product", "Term", "fuse", "product_of"]

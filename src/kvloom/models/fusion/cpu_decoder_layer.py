@@ -15,6 +15,7 @@ import torch
 from kvloom.kernels import cpu
 
 from .fused_attention import KNOWN_ARGUMENTS, FusedAttention
+from .product import Product
 
 __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
@@ -38,10 +39,10 @@ class CpuDecoderLayer:
         self,
         own: Any,
         attention: FusedAttention,
-        output: Any,
+        output: Product,
         norms: tuple[CpuNorm, CpuNorm],
-        gate_up: torch.Tensor,
-        down: Any,
+        gate_up: Product,
+        down: Product,
         tanh: bool,
     ) -> None:
         self._own, self._attention, self._output, self._norms = own, attention, output, norms
@@ -64,20 +65,25 @@ class CpuDecoderLayer:
             return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
         x = hidden_states[0]
         first, second = self._norms
-        joined = _product(first(x), attention.weight)
+        joined = _product(first(x), attention.product)
         out = cpu.attention_step(joined, cos, sin, attention.heads, attention.scale, *found)
-        _add_product(out, self._output.weight, x)
+        _add_product(out, self._output, x)
         gated = cpu.act_and_mul(_product(second(x), self._gate_up), self._tanh)
-        _add_product(gated, self._down.weight, x)
+        _add_product(gated, self._down, x)
         return hidden_states
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return cpu.multiply(x, weight) if cpu.multiplies(x, weight) else torch.mm(x, weight.t())
+def _product(x: torch.Tensor, product: Product) -> torch.Tensor:
+    weight = product.weight
+    out = cpu.multiply(x, weight) if cpu.multiplies(x, weight) else torch.mm(x, weight.t())
+    product.add_term(x, out)
+    return out
 
 
-def _add_product(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor) -> None:
+def _add_product(x: torch.Tensor, product: Product, into: torch.Tensor) -> None:
+    weight = product.weight
     if cpu.multiplies(x, weight):
         cpu.multiply(x, weight, into)
     else:
         into.addmm_(x, weight.t())
+    product.add_term(x, into)

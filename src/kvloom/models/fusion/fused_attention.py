@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from kvloom.kernels import cpu
-from kvloom.kernels.fused import RMSNorm, apply_rotary as norm_and_rotate, linear, rms_norms
+from kvloom.kernels.fused import RMSNorm, apply_rotary as norm_and_rotate, rms_norms
 from kvloom.kernels.write import Rotary, apply_rotary
 from kvloom.models.paged import ATTENTION, IGNORED
+
+from .product import Product, registered
 
 __all__ = ["KNOWN_ARGUMENTS", "FusedAttention", "GpuFusedAttention", "fuse_attention"]
 
@@ -71,18 +73,16 @@ class FusedAttention:
     """The fused forward of an attention module on a CPU. If it does not support a call, the module's own forward
     runs."""
 
-    def __init__(
-        self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, scale: float
-    ) -> None:
+    def __init__(self, module: Any, product: Product, dim: int, scale: float) -> None:
         self._module, self._own, self.layer = module, module.forward, int(module.layer_idx)
-        self.weight, self.bias, self.dim, self.scale = weight, bias, dim, scale
+        self.product, self.dim, self.scale = product, dim, scale
         self.heads, self.kv = module.q_proj.out_features // dim, module.k_proj.out_features // dim
         self.norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
 
     @property
     def plain(self) -> bool:
         """Whether q, k and v are plain matrix products of the hidden states, without bias and norms."""
-        return self.bias is None and self.norms == [None, None]
+        return self.product.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
         pages, hidden, rotary = (
@@ -103,7 +103,7 @@ class FusedAttention:
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return q, k and v of all tokens as one tensor [tokens, heads, dim]. It has first the heads of q, then of
         k, then of v."""
-        return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
+        return self.product(hidden).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
         self, pages: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
@@ -198,26 +198,25 @@ def fuse_attention(module: Any, implementation: type[FusedAttention] | None = No
         return False
     if config is None or config._attn_implementation != ATTENTION or not hasattr(module, "layer_idx"):
         return False
-    weight, bias = _adjacent([layer.weight for layer in layers[:3]]), None  # type: ignore[union-attr]
-    if layers[0].bias is not None:  # type: ignore[union-attr]
-        bias = _adjacent([layer.bias for layer in layers[:3]])  # type: ignore[union-attr]
-        if bias is None:
-            return False
-    if weight is None or not (weight.is_cuda or cpu.supports(weight)):
+    product = registered(layers[0])
+    if product is None or len(product.layers) != 3:
+        return False
+    weight = product.weight
+    if not (weight.is_cuda or cpu.supports(weight)):
         return False
     return _replace_forward(
-        module, implementation or (GpuFusedAttention if weight.is_cuda else FusedAttention), weight, bias, dim
+        module, implementation or (GpuFusedAttention if weight.is_cuda else FusedAttention), product, dim
     )
 
 
 def _replace_forward(
     module: Any,
     implementation: type[FusedAttention],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    product: Product,
     dim: int,
 ) -> bool:
     """Replace a module's forward by `implementation` if both compute the same results."""
+    weight = product.weight
     draw = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
     rotary = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
@@ -227,7 +226,7 @@ def _replace_forward(
     wanted = _record_call(module.forward, x, rotary)
     if wanted is None or wanted[0].arguments[2:] != (None, None, 0):
         return False
-    fused = implementation(module, weight, bias, dim, wanted[0].arguments[1])
+    fused = implementation(module, product, dim, wanted[0].arguments[1])
     for is_replaying in (True, False):
         found = _record_call(fused, x, rotary, is_replaying)
         if found is None or not _same(found, wanted):
@@ -265,19 +264,3 @@ def _same(a: RecordedCall, b: RecordedCall) -> bool:
     pairs = zip((*a[0].given, a[1]), (*b[0].given, b[1]), strict=True)
     near = max(1e-5, 8 * torch.finfo(a[1].dtype).eps)
     return all(x.shape == y.shape and torch.allclose(x, y, rtol=near, atol=near) for x, y in pairs)
-
-
-def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor that covers several tensors without a copy. Return None if they are not adjacent in memory."""
-    first, at = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != at or not part.is_contiguous():
-            return None
-        at += part.numel() * part.element_size()
-    rows = sum(len(part) for part in parts)
-    if (
-        first.untyped_storage().nbytes()
-        < (first.storage_offset() + rows * first.stride(0)) * first.element_size()
-    ):
-        return None
-    return torch.as_strided(first.data, (rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -21,12 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kvloom.kernels.fused import RMSNorm, linear
+from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.write import Rotary, apply_rotary
 from kvloom.models.paged import ATTENTION, absorb, keeps_latents, up_projection
 
 from .fused_attention import KNOWN_ARGUMENTS
-from .joined_weights import can_join, join_weights
+from .product import Product, can_join
 
 __all__ = ["FusedLatentAttention", "fuse_latent_attention"]
 
@@ -39,12 +39,16 @@ Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class FusedLatentAttention:
     """The fused forward of an MLA module. If it does not support a call, the module's own forward runs."""
 
-    def __init__(self, module: Any, weight: torch.Tensor, form: Form, scale: float) -> None:
-        self._module, self._own, self._weight = module, module.forward, weight
+    def __init__(
+        self, module: Any, product: Product, later: Product | None, form: Form, scale: float
+    ) -> None:
+        """`product` computes queries, or their latents, and latents of keys. `later` computes queries from their
+        latents."""
+        self._module, self._own, self._product, self._later = module, module.forward, product, later
         self._form, self._scale, self.layer = form, scale, int(module.layer_idx)
         self._rotated = module.qk_rope_head_dim
         self._dim = module.qk_nope_head_dim + self._rotated
-        self._cut = weight.shape[0] - module.kv_lora_rank - self._rotated
+        self._cut = product.sizes[0]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
         pages, hidden, angles = (
@@ -56,10 +60,10 @@ class FusedLatentAttention:
         if len(hidden) != 1 or rotary is None:
             return self._own(**named)  # type: ignore[no-any-return]
         module, tokens = self._module, hidden.shape[1]
-        joined = linear(hidden[0], self._weight)
+        joined = self._product(hidden[0])
         query, latents = joined[:, : self._cut], joined[:, self._cut :]
-        if module.q_lora_rank is not None:
-            query = linear(module.q_a_layernorm(query), module.q_b_proj.weight)
+        if self._later is not None:
+            query = self._later(module.q_a_layernorm(query))
         norm = module.kv_a_layernorm.forward.normed
         found = pages.attend_latents(
             self.layer,
@@ -160,11 +164,15 @@ def _replace_forward(module: Any, layers: list[nn.Linear]) -> bool:
         wanted = _record_call(module.forward, x, angles)
         if wanted is None:
             continue
-        joined, _ = join_weights(*layers)
+        product = Product(*layers)
+        later = None if module.q_lora_rank is None else Product(module.q_b_proj)
         for form in FORMS:
-            fused = FusedLatentAttention(module, joined, form, wanted[0].scale)
+            fused = FusedLatentAttention(module, product, later, form, wanted[0].scale)
             found = _record_call(fused, x, angles)
             if found is not None and _same(found, wanted):
+                for each in (product, later):
+                    if each is not None:
+                        each.register()
                 module.forward = fused
                 return True
     return False

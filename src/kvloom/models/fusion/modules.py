@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from kvloom.kernels.fused import (
     Activation,
@@ -45,9 +44,9 @@ from kvloom.kernels.fused import (
 
 from . import cpu_decoder_layer
 from .fused_attention import FusedAttention, fuse_attention
-from .joined_weights import can_join, join_weights
 from .latent_attention import fuse_latent_attention
 from .moe import FusedBlock, fuse_block, fuse_experts, fuse_router
+from .product import Product, can_join, registered
 from .rotary_cache import fuse_rotary_embedding
 
 __all__ = ["fuse"]
@@ -156,17 +155,16 @@ class _FusedMLP:
     """The fused forward of a gated MLP. If `into` is given, the result is added to that tensor."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
-        self._joined, self._bias = join_weights(gate, up)
-        self._down, self._activation = down, activation
+        self.gate_up, self.down = Product(gate, up).register(), Product(down).register()
+        self.activation: Activation = activation
 
     @property
     def adds(self) -> bool:
         """Whether the forward can add its result to a tensor."""
-        return self._down.bias is None
+        return self.down.bias is None
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        acted = act_and_mul(linear(x, self._joined, self._bias), self._activation)
-        return linear(acted, self._down.weight, self._down.bias, into=into)
+        return self.down(act_and_mul(self.gate_up(x), self.activation), into=into)
 
 
 def _fuse_mlp(module: Any) -> bool:
@@ -187,13 +185,13 @@ def _fuse_mlp(module: Any) -> bool:
 class _ResidualOutput:
     """The fused forward of an output projection. If a layer has set `into`, the result is added to that tensor."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, product: Product) -> None:
+        self.product = product
         self.into: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         into, self.into = self.into, None
-        return linear(x, self._module.weight, self._module.bias, into=into)
+        return self.product(x, into=into)
 
 
 class _FusedDecoderLayer:
@@ -279,9 +277,10 @@ def _fuse_layer(module: Any) -> bool:
             continue
         if not posts and (output.bias is not None or not module.mlp.forward.adds):
             continue
-        added = _ResidualOutput(output)
+        added = _ResidualOutput(registered(output) or Product(output))
         found = _FusedDecoderLayer(module, added, tuple(norms[:2]), tuple(norms[2:]))
         if _computes_same(module, attention, output, found):
+            added.product.register()
             output.forward = added
             module.forward = _cpu_layer(found)
             return True
@@ -292,16 +291,15 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
     """Return a `CpuDecoderLayer` for the layer, if the layer is on a CPU and all its parts are plain. Otherwise return
     the layer."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
-    if layer._posts or type(attention) is not FusedAttention or not attention.plain:
-        return layer
-    if not isinstance(mlp, _FusedMLP) or mlp._bias is not None:
+    plain = type(attention) is FusedAttention and attention.plain
+    if layer._posts or not plain or not isinstance(mlp, _FusedMLP) or mlp.gate_up.bias is not None:
         return layer
     first, second = (
         cpu_decoder_layer.CpuNorm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres
     )
-    output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
+    tanh = mlp.activation == "gelu_tanh"
     return cpu_decoder_layer.CpuDecoderLayer(
-        layer, attention, output, (first, second), mlp._joined, mlp._down, tanh
+        layer, attention, layer._output.product, (first, second), mlp.gate_up, mlp.down, tanh
     )
 
 
@@ -336,18 +334,17 @@ def _fuse_projections(module: Any) -> bool:
     if found is None or not all(can_join(found[0], other) for other in found):
         return False
     q, k, v = found
-    joined, bias = join_weights(q, k, v)
-    cuts = [q.out_features, k.out_features, v.out_features]
+    product = Product(q, k, v).register()
     last: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        last[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
+        last[:] = [(x, torch.split(product(x), product.sizes, -1))]
         return last[0][1][0]
 
-    def later(place: int, own: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def later(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not last or last[0][0] is not x:
-                return functional.linear(x, own.weight, own.bias)
+                return product.of_part(x, place)
             found = last[0][1][place]
             if place == 2:
                 last.clear()  # otherwise the activations of a layer would stay in memory until its next call
@@ -356,7 +353,7 @@ def _fuse_projections(module: Any) -> bool:
         return forward
 
     layers: tuple[Any, ...] = (q, k, v)
-    for layer, forward in zip(layers, (first, later(1, k), later(2, v)), strict=True):
+    for layer, forward in zip(layers, (first, later(1), later(2)), strict=True):
         layer.forward = forward
     return True
 

@@ -213,8 +213,9 @@ def _side_stream(x: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def fuse_block(module: Any) -> bool:
-    """Replace a block of a router, experts, and possibly shared experts. Return whether it was replaced. Its parts must
-    already be fused. The results are compared first, with and without a tensor to add to."""
+    """Replace the forward of a block of router, experts, and possibly shared experts by a `FusedBlock`. Return whether
+    it was replaced. The parts of the block must already be fused. The block is replaced only if both forwards compute
+    the same results."""
     gate: Any = getattr(module, "gate", None)
     experts: Any = getattr(module, "experts", None)
     if not isinstance(getattr(experts, "forward", None), _FusedExperts):

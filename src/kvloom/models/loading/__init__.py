@@ -6,11 +6,21 @@ can run on pages. `fingerprint` identifies the weights, so that pages of differe
 """
 
 from .fingerprint import model_fingerprint, vision_fingerprint
-from .loader import LoadFormat, choose_device, load, load_vision, progress_bars, refusal, transformers_config
+from .loader import (
+    LoadFormat,
+    choose_device,
+    language_model_class,
+    load,
+    load_vision,
+    progress_bars,
+    refusal,
+    transformers_config,
+)
 
 __all__ = [
     "LoadFormat",
     "choose_device",
+    "language_model_class",
     "load",
     "load_vision",
     "model_fingerprint",

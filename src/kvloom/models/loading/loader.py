@@ -28,6 +28,7 @@ from .probe import examine
 __all__ = [
     "LoadFormat",
     "choose_device",
+    "language_model_class",
     "load",
     "load_vision",
     "progress_bars",
@@ -185,7 +186,7 @@ def refusal(config: Any) -> str | None:
     data, which needs no memory and about 10 ms per layer.
     """
     try:
-        cls, own = _class(config)
+        cls, own = language_model_class(config)
         reason = refusal_reason(own)
         if reason is not None:
             raise ModelError(f"{cls.__name__} cannot run here: {reason}")
@@ -223,7 +224,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
     return text  # also for multimodal models: only the text part is described
 
 
-def _class(config: Any) -> tuple[Any, Any]:
+def language_model_class(config: Any) -> tuple[Any, Any]:
     """Return the transformers class that runs a config as a language model, and the part of the config that this
     class takes."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -238,9 +239,10 @@ def _class(config: Any) -> tuple[Any, Any]:
     made_as = config.architectures or []
     if made_as and cls.__name__ not in made_as and not any(name.endswith(_LANGUAGE) for name in made_as):
         raise ModelError(f"the checkpoint is a {', '.join(made_as)}, not a causal language model")
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and made_as and cls.__name__ not in made_as:
         raise ModelError(
-            f"{cls.__name__} is half of an encoder and a decoder: use a decoder-only language model"
+            f"the checkpoint is an encoder and a decoder ({', '.join(made_as)}), and only decoders run: "
+            f"save its decoder as {cls.__name__}"
         )
     text_alone = cls.config_class == config.sub_configs.get("text_config")
     return cls, config.get_text_config() if text_alone else config
@@ -292,7 +294,7 @@ def _check_files(model: str) -> None:
 def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers.utils import is_accelerate_available
 
-    cls, own = _class(config)
+    cls, own = language_model_class(config)
     direct = is_accelerate_available() and device.type != "cpu"
     place = {"device_map": {"": device}} if direct else {}
     try:
@@ -312,7 +314,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """Return a model with random weights, which are generated directly on the device. Afterwards transformers
     initialises norms, biases, rates and rotary tables."""
-    cls, own = _class(config)
+    cls, own = language_model_class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)
     model.to_empty(device=device)

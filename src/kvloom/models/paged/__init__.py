@@ -5,6 +5,8 @@
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
 | attention         | the attention function of every layer; `install` prepares a model for it       |
+| own_cache         | models that need transformers' own cache: one sequence after the other         |
+| sequence_cache    | the cache of one sequence of such a model                                      |
 | latents           | MLA attention of long prompts, with expanded keys and values                   |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
@@ -19,12 +21,21 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
-from .family_exceptions import calls_registry, keeps_latents, prepare, refusal_reason, up_projection
+from .family_exceptions import (
+    REFUSED_FAMILIES,
+    keeps_latents,
+    prepare,
+    refusal_reason,
+    separation_reason,
+    up_projection,
+)
 from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .latents import absorb
+from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+from .sequence_cache import SequenceCache, cache_argument, forward_arguments, new_cache
 from .token_mover import TokenMover
 
 __all__ = [
@@ -32,6 +43,7 @@ __all__ = [
     "DRAFT_STEP_TOKENS",
     "EMBEDDINGS",
     "IGNORED",
+    "REFUSED_FAMILIES",
     "Batch",
     "BatchBuilder",
     "EmptyCache",
@@ -42,22 +54,27 @@ __all__ = [
     "ImageInputs",
     "Pages",
     "Scales",
+    "SequenceCache",
     "TokenMover",
     "VisibleImages",
     "Work",
     "absorb",
     "attend",
-    "calls_registry",
+    "cache_argument",
     "checkpoint_of",
     "fingerprint",
+    "forward_arguments",
     "hidden_states_field",
     "install",
     "keeps_latents",
     "load_scales",
+    "new_cache",
     "prepare",
     "read_scales",
     "refusal_reason",
+    "runs_separately",
     "scale_sizes",
+    "separation_reason",
     "up_projection",
     "write_scales",
 ]

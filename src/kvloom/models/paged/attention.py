@@ -6,7 +6,7 @@
 `attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages
 by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on the packed tokens
 of a step ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
-layers that attend to images. Architectures that never call the attention registry are refused by name.
+layers that attend to images. Models that cannot run on packed tokens run with their own cache (`own_cache`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from kvloom.models.specs import ModelError
 from .cross_attention import wrap_cross_attention
 from .family_exceptions import (
     absorb_latent,
-    calls_registry,
     keep_latents,
     keeps_latents,
     prepare,
+    separation_reason,
     up_projection,
 )
 from .mixers import is_mixer, wrap_mixer
-from .pages import PAGES_BY_HANDLE, Pages
+from .own_cache import run_separately
+from .pages import LAST_WRITTEN, PAGES_BY_HANDLE, Pages
 
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
 
@@ -37,7 +38,7 @@ ATTENTION = "kvloom"
 IGNORED = frozenset(
     {
         *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
         *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )
@@ -100,11 +101,17 @@ def attend(
         raise ModelError(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
+    if pages is None:  # the module does not pass its keywords on
+        pages = PAGES_BY_HANDLE.get(getattr(LAST_WRITTEN, "handle", -1))
     if pages is None:
         raise ModelError("attention was called without pages: run the model through kvloom")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, packed = int(module.layer_idx), query[0].transpose(0, 1)  # type: ignore[arg-type]
-    new = pages.take(layer)
+    source = getattr(module, "kv_source", None)
+    if source is None:
+        new = pages.take(layer)
+    else:  # K and V of another layer, which are written again
+        layer, new = int(source), (key, value)
     if not keeps_latents(module):
         return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
     plain = softcap is None and s_aux is None
@@ -131,14 +138,14 @@ def install(model: Any, context: int | None = None) -> None:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if separation_reason(model) is not None:
+        run_separately(model)
+        prepare(model, context)
+        return
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     recurrent = [module for module in model.modules() if is_mixer(module)]
     for module in recurrent:
         wrap_mixer(module)
-    if not recurrent and not calls_registry(model):
-        raise ModelError(
-            f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
-        )
     for module in model.modules():
         wrap_cross_attention(module)
         if keeps_latents(module):

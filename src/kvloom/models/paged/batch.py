@@ -21,6 +21,7 @@ import torch
 from kvloom.core import KVCache, Sequence
 from kvloom.kernels.device import upload
 from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
+from kvloom.kernels.lora import AdapterRows
 
 from .image_inputs import ImageInputs, VisibleImages
 
@@ -45,6 +46,8 @@ class Work(NamedTuple):
       computed them as a draft.
     - `parents`: if the last tokens are a tree, the index of each one's parent among them. Parents precede their children.
       -1 is the token before the tree. Empty if the tokens follow one another.
+    - `adapter`: the slot of the sequence's LoRA adapter. 0 means no adapter. Tokens before the position `active_from`
+      use no adapter.
     """
 
     sequence: Sequence
@@ -56,6 +59,8 @@ class Work(NamedTuple):
     rewrites: bool = False
     skipped: int = 0
     parents: tuple[int, ...] = ()
+    adapter: int = 0
+    active_from: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -106,6 +111,7 @@ class Batch:
     | stored               | if `longest` > 1: number of tokens of each sequence after which recurrent layers store the state |
     | trees                | draft trees of a step: which tokens of its row each token sees (`kernels.attention.Mask`)        |
     | previous             | if `trees`: index in its sequence of the token before each token, -1 for the first token         |
+    | adapters             | the LoRA adapters of the tokens; None if no token uses an adapter                                |
 
     A token of a tree has the position of its depth, but its own slot. Two branches have the same positions.
     Padding tokens and padding sequences may follow the last bound.
@@ -138,6 +144,7 @@ class Batch:
     """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
     trees: torch.Tensor | None = None
     previous: torch.Tensor | None = None
+    adapters: AdapterRows | None = None
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
@@ -187,6 +194,8 @@ class _StepNumbers:
     fresh: tuple[bool, ...] = field(default=())
     drafts: tuple[int, ...] = field(default=())
     trees: _Trees | None = None
+    adapters: Ids | None = None
+    """The adapter slot of each token. None if no token uses an adapter."""
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """Return the numbers of this object, followed by the numbers of `other`."""
@@ -201,6 +210,7 @@ class _StepNumbers:
             np.concatenate((self.starts, other.starts[1:] + tokens)),
             np.concatenate((self.states, other.states), 1),
             np.concatenate((self.shifts, other.shifts)),
+            adapters=self.adapters,
         )
 
     @property
@@ -218,7 +228,8 @@ class BatchBuilder:
     A step must be launched before the next step is built. Building waits if the device is two steps behind.
     `mirrored` states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
     cache are used. `shifted` states that images shift rotary positions. If replayed steps with drafts may have trees,
-    `tree_columns` is the largest number of tokens of a sequence in a step, a multiple of 4.
+    `tree_columns` is the largest number of tokens of a sequence in a step, a multiple of 4. `adapted` states that
+    sequences may use LoRA adapters.
     """
 
     def __init__(
@@ -230,6 +241,7 @@ class BatchBuilder:
         mirrored: bool | None = None,
         shifted: bool = False,
         tree_columns: int = 0,
+        adapted: bool = False,
     ) -> None:
         self.cache, self.device = cache, torch.device(device)
         self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
@@ -253,6 +265,10 @@ class BatchBuilder:
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
+        self._adapted = adapted
+        slots = max(tokens, rows, DRAFT_STEP_TOKENS) if adapted and self._mirrored else 0
+        self._slots = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        self._host_slots = [torch.zeros(slots, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
 
     @property
@@ -268,9 +284,12 @@ class BatchBuilder:
         if not self._mirrored:
             batch = self._host_batch(numbers, blocks, chosen)
         else:
-            self._send(numbers)
+            tokens = len(numbers.tokens)
+            self._send(numbers, tokens if numbers.adapters is not None else 0)
             bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
             batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            if numbers.adapters is not None:
+                batch = replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
             if numbers.drafts:
                 replays = bool((numbers.source == REPLAYED).any())
                 batch = replace(batch, drafts=numbers.drafts, replays=replays)
@@ -313,7 +332,7 @@ class BatchBuilder:
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
-        self._send(self._numbers(works).append_rows(padding) if works else padding)
+        self._send(self._numbers(works).append_rows(padding) if works else padding, tokens)
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
         """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`.
@@ -321,9 +340,11 @@ class BatchBuilder:
         block = self._padding.get(size)
         if block is None:
             block = self._padding[size] = self._drafted_padding(size)
+        slots = None
         if works:
             block = block.copy()
             numbers = self._numbers(works)
+            slots = numbers.adapters
             used, count = len(numbers.tokens), len(works)
             of_tokens, of_rows, starts, seen = self._drafted_parts(block, size)
             of_tokens[:4, :used] = numbers.tokens, numbers.positions, numbers.source, numbers.row_of
@@ -347,7 +368,7 @@ class BatchBuilder:
                 of_rows[at + self._states, :count] = [len(work.tokens) - work.drafts for work in works]
             if self._shifted:
                 of_rows[-1, :count] = numbers.shifts
-        self._copy(block)
+        self._copy(block, slots=slots, slot_count=size)
 
     def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids, npt.NDArray[np.uint8]]:
         """Divide the uploaded numbers of `drafted(size)` into four parts: numbers per token, numbers per row, the
@@ -381,8 +402,10 @@ class BatchBuilder:
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
+        slots = None
         if works:
             numbers = self._numbers(works)
+            slots = numbers.adapters
             if len(numbers.tokens) != count:
                 raise ValueError("a step of single tokens has a sequence with more than one")
             patched, pages = self._patches(numbers.rows)
@@ -393,11 +416,11 @@ class BatchBuilder:
             block[at + width : at + width + self._states, :count] = numbers.states
             if self._shifted:
                 block[-1, :count] = numbers.shifts
-        self._copy(block.reshape(-1))
+        self._copy(block.reshape(-1), slots=slots, slot_count=rows)
 
-    def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
+    def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False, adapted: bool = False) -> Batch:
         """Return the batch with which a graph for `rows` sequences of one token is captured. Every replay computes
-        the batch from the numbers of the last `send_singles`."""
+        the batch from the numbers of the last `send_singles`. With `adapted`, the sequences may use adapters."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -417,6 +440,7 @@ class BatchBuilder:
             replayed=True,
             shares=shares,
             rotary=found.positions + found.shifts[0] if self._shifted else None,
+            adapters=AdapterRows.of(self._slots[:rows]) if adapted else None,
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
@@ -424,7 +448,14 @@ class BatchBuilder:
         from the numbers of the last `send`. `bounds` and `sizes` of the batch are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
-        return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
+        batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
+        return self._with_adapters(batch, tokens)
+
+    def _with_adapters(self, batch: Batch, tokens: int) -> Batch:
+        """Return the batch of a graph, with the adapters that the last upload names."""
+        if not self._adapted:
+            return batch
+        return replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
         """Return the batch with which a graph for `tokens` tokens with drafts is captured. A sequence has at most
@@ -453,7 +484,7 @@ class BatchBuilder:
             batch = _with_trees(
                 batch, seen.view(torch.uint8).view(tokens, -1), *(part.long() for part in of_trees)
             )
-        return replace(batch, replayed=True, longest=longest, stored=stored)
+        return self._with_adapters(replace(batch, replayed=True, longest=longest, stored=stored), tokens)
 
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
         if not works:
@@ -491,20 +522,27 @@ class BatchBuilder:
             tuple((block_tables.state_length[rows] == 0).tolist()),
             drafts if any(drafts) else (),
             _trees(works, positions, starts) if any(work.parents for work in works) else None,
+            _adapter_slots(works, positions, starts) if self._adapted else None,
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
         images = [work.images for work in works] if self._shifted else []
         return np.array([0 if inputs is None else inputs.shift for inputs in images], dtype=np.int64)
 
-    def _send(self, numbers: _StepNumbers) -> None:
-        self._copy(*numbers.parts)
+    def _send(self, numbers: _StepNumbers, slot_count: int = 0) -> None:
+        self._copy(*numbers.parts, slots=numbers.adapters, slot_count=slot_count)
         if self._mirrored:
             rows = numbers.rows[numbers.rows < self.cache.page_tables.shape[1]]
             self._send_tables(rows, self.cache.take_changed(rows))
 
-    def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
-        """Upload several arrays of numbers, one after the other."""
+    def _copy(
+        self,
+        *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32],
+        slots: Ids | None = None,
+        slot_count: int = 0,
+    ) -> None:
+        """Upload several arrays of numbers, one after the other. If sequences may use adapters, also upload the adapter
+        slots of `slot_count` tokens. Tokens after the given `slots` use no adapter."""
         turn, self._turn = self._turn, self._turn ^ 1  # the other buffer may still be in transfer
         host, size = self._host[turn], 0
         if self._read:
@@ -514,6 +552,13 @@ class BatchBuilder:
             view[size : size + len(part)] = part
             size += len(part)
         self._sent[:size].copy_(host[:size], non_blocking=True)
+        if self._adapted and slot_count:
+            used = 0 if slots is None else len(slots)
+            given = self._host_slots[turn][:slot_count].numpy()
+            given[used:] = 0
+            if slots is not None:
+                given[:used] = slots
+            self._slots[:slot_count].copy_(self._host_slots[turn][:slot_count], non_blocking=True)
         if self._read:
             self._read[turn].record()
 
@@ -581,6 +626,7 @@ class BatchBuilder:
             rotary=None if shifts is None else torch.from_numpy(shifts),
             drafts=numbers.drafts,
             replays=bool((numbers.source == REPLAYED).any()),
+            adapters=None if numbers.adapters is None else AdapterRows.on_host(numbers.adapters),
         )
 
     def _batch(
@@ -636,6 +682,17 @@ class BatchBuilder:
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
         )
+
+
+def _adapter_slots(works: Many[Work], positions: Ints, starts: Ints) -> Ids | None:
+    """Return the adapter slot of each token. None if no token uses an adapter."""
+    if not any(work.adapter for work in works):
+        return None
+    slots = np.zeros(len(positions), np.int32)
+    for work, start, end in zip(works, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if work.adapter:
+            slots[start:end] = np.where(positions[start:end] >= work.active_from, work.adapter, 0)
+    return slots if slots.any() else None
 
 
 def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> Batch:

@@ -8,11 +8,14 @@
 | Granite hybrids, windows | look up masks of kinds for which they make none             | an empty mask by kind (`add_mask_names`)    |
 | MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
 | Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
-| RecurrentGemma, indexers | the probe would state a misleading reason                   | refused by name or field (`refusal_reason`) |
+| Gemma 3n and 4           | layers read the K and V of an earlier layer                 | names that layer (`name_kv_sources`)        |
+| Bloom, Falcon, …         | attention is inside a module, or adds a bias or a mask      | transformers' own cache (`SEPARATE`)        |
+| XLNet, Reformer, …       | the probe would state a misleading reason                   | refused by name (`REFUSED_FAMILIES`)                 |
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -21,8 +24,10 @@ import torch
 from kvloom.models.specs import ModelError
 
 from .latents import absorb
+from .mixers import is_mixer
 
 __all__ = [
+    "REFUSED_FAMILIES",
     "absorb_latent",
     "add_mask_names",
     "calls_registry",
@@ -31,23 +36,62 @@ __all__ = [
     "keeps_latents",
     "prepare",
     "refusal_reason",
+    "separation_reason",
     "up_projection",
 ]
 
 FIXED_LONGROPE = "longrope, settled"
 """A rope type that transformers does not update, so the chosen frequencies stay fixed."""
-INDEXER = "its own indexer chooses the tokens it attends to, which is not supported yet"
-REFUSED = {
-    "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
-    "deepseek_v4": INDEXER,
+INDEXER = "an indexer selects the tokens that its layers read"
+_NO_CACHE = "it has no K and V of earlier tokens: each new token computes the whole text again"
+_CODEBOOKS = "its tokens are frames of sound, with one number from each of several codebooks"
+_DRAFT = "it reads the K and V of another model, for which it drafts tokens"
+REFUSED_FAMILIES = {
+    "blt": "it groups bytes into patches, and its layers store patches, not tokens",
+    "cpmant": "it puts tokens of its own before each text",
+    "gemma4_assistant": _DRAFT,
+    "gemma4_unified_assistant": _DRAFT,
+    "musicgen": _CODEBOOKS,
+    "musicgen_melody": _CODEBOOKS,
+    "openai-gpt": _NO_CACHE,
+    "prophetnet": "it computes a prompt differently from the same tokens one after the other",
+    "reformer": "its cache has hidden states in hash buckets, and no K and V",
+    "xlm": _NO_CACHE,
+    "xlnet": _NO_CACHE,
 }
+"""Model types that cannot run, and the reason. A type is listed only if the probe would give a misleading reason."""
+_OTHER_STATES = "it keeps its states in a place of its own"
+SEPARATE: dict[str, str] = {
+    "qwen4_exp": INDEXER,
+    "qwen4_exp_text": INDEXER,
+    "recurrent_gemma": _OTHER_STATES,
+    "rwkv": _OTHER_STATES,
+    "whisper": "it counts the positions of tokens itself",
+    "xlstm": _OTHER_STATES,
+    "axk2": INDEXER,
+    "deepseek_v32": INDEXER,
+    "deepseek_v4": "its layers read compressed tokens",
+    "diffllama": "each of its layers attends twice",
+    "doge": "its layers add masks that depend on the values of tokens",
+    "git": "its attention is written inside its modules",
+    "glm_moe_dsa": INDEXER,
+    "hrm_text": "its layers run several times, each time with K and V of their own",
+    "hy_v4": INDEXER,
+    "minimax_m3_vl_text": INDEXER,
+    "zamba": "its recurrent layers have heads, for which there is no kernel",
+    "zamba2": "layers share one attention module",
+    "zaya": "its layers have convolutions over queries and keys, for which there is no kernel",
+    "jetmoe": "it assigns query heads to KV heads in its own order",
+    "inkling_text": "its layers add a bias to attention",
+}
+"""Model types that call the attention registry, but cannot run on packed tokens, and the reason."""
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Return the reason why a family is refused by name, or None. A family is refused by name only if `probe.examine`
-    would give a misleading reason."""
-    text = config.get_text_config()
-    return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
+    """Return the reason why a family is refused by name, or None."""
+    return REFUSED_FAMILIES.get(config.model_type) or REFUSED_FAMILIES.get(
+        config.get_text_config(decoder=True).model_type
+    )
 
 
 def calls_registry(model: Any) -> bool:
@@ -59,6 +103,27 @@ def calls_registry(model: Any) -> bool:
     )
 
 
+def separation_reason(model: Any) -> str | None:
+    """Return the reason why the sequences of a step cannot be packed for a model, or None. Such a model runs with
+    transformers' own cache (`own_cache`)."""
+    if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
+        return None
+    reason = SEPARATE.get(model.config.get_text_config().model_type)
+    if reason is not None:
+        return reason
+    if not (_takes(model, "cache_params") or _takes(model, "position_ids")):
+        decoder = model.get_decoder()  # a model of sound may pass keywords on to its text model
+        if decoder is model or not _takes(decoder, "position_ids"):
+            return "it counts the positions of tokens itself"
+    if not calls_registry(model) and not any(is_mixer(module) for module in model.modules()):
+        return "its attention is written inside its modules"
+    return None
+
+
+def _takes(module: Any, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
+
+
 def prepare(model: Any, context: int | None = None) -> None:
     """Prepare a model to run on pages or on the meta device. Repeated calls are allowed. Raises ModelError (see
     `fix_rope_frequencies`).
@@ -68,6 +133,22 @@ def prepare(model: Any, context: int | None = None) -> None:
             module.warn_if_padding_and_no_attention_mask = _nothing
     fix_rope_frequencies(model, context)
     add_mask_names(model)
+    name_kv_sources(model)
+
+
+def name_kv_sources(model: Any) -> None:
+    """Set `kv_source` in attention modules of layers without K and V of their own: the last earlier layer of the same
+    kind with K and V. Repeated calls are allowed."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_kv_shared_layers", None) or 0
+    if not count:
+        return
+    kinds = config.layer_types
+    own = len(kinds) - count
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer >= own and hasattr(module, "q_proj"):
+            module.kv_source = max(i for i in range(own) if kinds[i] == kinds[layer])
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -71,11 +71,6 @@ class ImageInputs:
         sufficient."""
         return self.cross_attended or start < self.media[-1].stop
 
-    def content_key(self, end: int) -> bytes:
-        """Return a key of the images that begin before `end`. Two prompts with equal tokens are the same only if
-        these keys are equal, too."""
-        return b"".join(item.digest for item in self.media if item.start < end)
-
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:

@@ -9,6 +9,7 @@ layers get their views here and read pages themselves (`mixers`, `cross_attentio
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -54,6 +55,10 @@ __all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
 _HANDLES = count()
 PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 """All live `Pages`, by handle. An operation of a compiled model finds its pages here."""
+
+LAST_WRITTEN = threading.local()
+"""The handle of the `Pages` of this thread's last cache update. Modules that do not pass their keywords on to
+attention find their pages by it."""
 
 
 class GraphSplitter(Protocol):
@@ -194,6 +199,47 @@ class Pages(EmptyCache):
         """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]
 
+    @property
+    def token_layers(self) -> list[int]:
+        """The layers that store tokens."""
+        return list(self._views)
+
+    @property
+    def state_layers(self) -> list[int]:
+        """The layers that store a state."""
+        return list(self._states)
+
+    def read_tokens(
+        self, layer_idx: int, row: int, first: int, end: int, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return a copy of a layer's tokens `first` to `end` of one sequence of the step, which has number `row`. The
+        result has one tensor [tokens, …] per field, in `dtype`, without quantisation."""
+        view, batch = self._views[layer_idx][0], self.batch
+        at = torch.arange(first, end, device=self.device)
+        block = self.layout.block_tokens
+        place = batch.tables[view.group][view.run][row, at // block].long(), at % block
+        found = {}
+        for name, pages in view.fields.items():
+            if name.endswith("_scale"):
+                continue
+            tokens, scale = pages[place], view.fields.get(f"{name}_scale")
+            if scale is not None:  # in pages, or one for each head
+                scale = scale[place] if scale.dim() == 3 else scale.flatten()
+                tokens = tokens.float() * (scale if name == "latent" else scale[..., None])
+            found[name] = tokens.to(dtype)
+        return found
+
+    def write_tokens(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new keys and values [tokens, heads, dim] of all sequences of the step to their slots."""
+        self._write(self._views[layer_idx][0], key, value)
+
+    def write_index(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Write the new keys [tokens, dim] of a layer's indexer to their slots."""
+        view, batch = self._views[layer_idx][0], self.batch
+        view.fields["index"][batch.pages[view.group][view.run], batch.places] = keys.to(
+            view.fields["index"].dtype
+        )
+
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +247,8 @@ class Pages(EmptyCache):
         attention of the layer writes them to pages before it reads.
         """
         self._new = layer_idx, key, value
+        if not torch.compiler.is_compiling():
+            LAST_WRITTEN.handle = self.handle
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:

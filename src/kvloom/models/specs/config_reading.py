@@ -17,9 +17,19 @@ __all__ = [
     "Family",
     "ModelError",
     "bamba",
+    "dbrx",
+    "deepseek_v4",
+    "deepseek_v4_layers",
+    "deepseek_v4_windows",
     "delta",
     "dtype_name",
     "every_layer",
+    "falcon",
+    "full_within",
+    "gated_recurrence",
+    "indexed_latent",
+    "inkling",
+    "inkling_states",
     "interleaved",
     "jamba",
     "kimi",
@@ -30,13 +40,25 @@ __all__ = [
     "llama4",
     "mamba1",
     "mamba2",
+    "mimo",
+    "mimo_layers",
     "mllama",
     "multi_query",
     "nemotron",
     "olmo_delta",
+    "qwen4",
+    "recurrent_gemma",
+    "rwkv",
     "short_conv",
+    "sparse_blocks",
+    "twice_as_many_layers",
     "uniform_window",
     "windows_from_layer",
+    "xlstm",
+    "zamba",
+    "zamba2_layers",
+    "zamba_layers",
+    "zaya",
 ]
 
 _MAX_LAYERS = 10_000
@@ -100,6 +122,17 @@ class Config:
             raise ModelError(f"{self.model_type}: {key} is {inner!r}; give a JSON object")
         return Config({"model_type": self.model_type, **inner}, {})
 
+    def layer(self, index: int, kind: str) -> Config:
+        """Return the config of one layer, in which `layer_index` and `layer_kind` are set. `per_layer_config` may give
+        a layer other values."""
+        own = self.nested("per_layer_config")._values
+        values: Mapping[str, Any] = next(
+            (given for name, given in own.items() if name.isdigit() and int(name) == index), {}
+        )
+        return Config(
+            {"model_type": self.model_type, **values, "layer_index": index, "layer_kind": kind}, self._values
+        )
+
     def _integer(self, key: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
             raise ModelError(f"{self.model_type}: {key} is {value!r}; give an integer from {least} to 2**40")
@@ -153,6 +186,41 @@ def windows_from_layer(config: Config) -> list[str]:
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
+
+
+def full_within(field: str) -> Pattern:
+    """Return a pattern of full layers for models whose tokens depend on how a prompt is split if a sequence is longer
+    than the config field `field`. The context must not be longer."""
+
+    def pattern(config: Config) -> list[str]:
+        limit, context = config.optional(field), config.size("max_position_embeddings")
+        if limit is not None and limit < context:
+            raise ModelError(
+                f"{config.model_type}: {field} is {limit}, and max_position_embeddings {context}. Beyond {limit} tokens "
+                f"the modeling code computes a prompt differently when it is split: set max_position_embeddings to {limit}"
+            )
+        return ["full_attention"] * config.depth
+
+    return pattern
+
+
+def mimo_layers(config: Config) -> list[str]:
+    """Return the layer kinds of MiMo V2: the first layer and every sixth layer are full."""
+    kinds = interleaved(6, rare="full_attention", common="sliding_attention")(config)
+    return ["full_attention", *kinds[1:]]
+
+
+def zamba_layers(config: Config) -> list[str]:
+    """Return the layer kinds of Zamba: two recurrent layers and a hybrid one, then one hybrid layer in each period."""
+    period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
+    rest = ["hybrid" if i % period == offset else "linear_attention" for i in range(config.depth - 3)]
+    return ["linear_attention", "linear_attention", "hybrid", *rest]
+
+
+def zamba2_layers(config: Config) -> list[str]:
+    """Return the layer kinds of Zamba 2, for configs that do not list them."""
+    hybrid = {*range(6, 43, 6), 47, 51}
+    return ["hybrid" if i in hybrid else "linear_attention" for i in range(config.depth)]
 
 
 def llama4(config: Config) -> list[str]:
@@ -313,6 +381,191 @@ def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the field of a gated convolution, which contains its last inputs."""
     return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
+
+
+def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MLA with an indexer: the latent, and the key of the indexer, which is never quantised. Some
+    layers use the tokens that the indexer of an earlier layer has selected. They have no key."""
+    index, kinds, period = (
+        config.count("layer_index"),
+        config.get("indexer_types"),
+        config.get("indexer_period"),
+    )
+    if kinds is None and period is not None:  # the first layer has one, and every layer after a period
+        kinds = ["shared" if i and (i - 1) % period else "full" for i in range(index + 1)]
+    if kinds is not None and kinds[index] == "shared":
+        return latent(config, dtype)
+    own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
+    return (*latent(config, dtype), Field("index", (config.size("index_head_dim"),), own))
+
+
+def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of DeepSeek V4: the shared key and value of a token, and behind it one compressed entry (and the
+    indexer's), which only the last token of a window has."""
+    more = {
+        "heavily_compressed_attention": config.size("head_dim"),
+        "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
+    }
+    width = config.size("head_dim") + more.get(config.get("layer_kind"), 0)
+    fields: tuple[Field, ...] = (Field("latent", (width,), dtype),)
+    return fields if dtype not in QUANTISED else (*fields, Field("latent_scale", (1,), "fp32"))
+
+
+def deepseek_v4_windows(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of DeepSeek V4's unfinished windows: the inputs of its compressors, and in sparse layers those of
+    the window before."""
+    kind, dim = config.get("layer_kind"), config.size("head_dim")
+    rate = config.nested("compress_rates").size(kind)
+    if kind == "heavily_compressed_attention":
+        return tuple(Field(f"compressor_{name}", (rate, dim), dtype) for name in ("kv", "gate"))
+    return tuple(
+        field
+        for part, width in (("compressor", dim), ("indexer", config.size("index_head_dim")))
+        for name in ("kv", "gate")
+        for field in (
+            Field(f"{part}_{name}", (rate, 2 * width), dtype),
+            Field(f"{part}_overlap_{name}", (rate, width), dtype),
+        )
+    )
+
+
+def deepseek_v4_layers(config: Config) -> list[str]:
+    """Return the layer kinds of DeepSeek V4, for configs that do not list them: two heavily compressed layers, then both
+    kinds in turn."""
+    kinds = ("compressed_sparse_attention", "heavily_compressed_attention")
+    return [kinds[1] if i < 2 else kinds[(i + 1) % 2] for i in range(config.depth)]
+
+
+def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MiniMax M3 and Qwen4: K and V, and in sparse layers the key of an indexer."""
+    if config.get("layer_kind") != "indexed_attention":
+        return _key_value(config, dtype)
+    own = dtype if dtype not in QUANTISED else dtype_name(config.get("dtype", "bfloat16"))
+    return (
+        *_key_value(config, dtype),
+        Field("index", (config.size("index_head_dim", "indexer_head_dim"),), own),
+    )
+
+
+def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Qwen4's recurrent layers: a delta rule, and in layers with n-gram embeddings the last inputs
+    of a dilated convolution and the last token ids, as numbers."""
+    fields = delta(config, dtype)
+    if config.count("layer_index") + 1 not in config.numbers("ple_layer_ids"):
+        return fields
+    size = config.size("ngram_size")
+    channels = config.size("hidden_size") * config.size("hc_count")
+    width = (config.size("ple_conv_kernel_size") - 1) * size
+    return (*fields, Field("conv_2", (size - 1,), "fp32"), Field("conv_1", (channels, width), dtype))
+
+
+def rwkv(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of RWKV: the last inputs of both parts of a layer, and an average over all tokens."""
+    width = config.size("hidden_size")
+    names = ("numerator", "denominator", "maximum")
+    return (
+        *(Field(name, (width,), "fp32") for name in names),
+        *(Field(name, (width,), dtype) for name in ("mlp_input", "input")),
+    )
+
+
+def xlstm(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of xLSTM: a memory matrix per head, its normaliser and its largest exponent."""
+    heads, hidden, unit = config.size("num_heads"), config.size("hidden_size"), 64
+
+    def width(factor: str) -> int:
+        return -(-int(hidden * float(config.get(factor))) // unit) * unit // heads
+
+    keys, values = width("qk_dim_factor"), width("v_dim_factor")
+    return (
+        Field("memory", (heads, keys, values), dtype),
+        Field("normaliser", (heads, keys), dtype),
+        Field("maximum", (heads, 1), dtype),
+    )
+
+
+def recurrent_gemma(config: Config) -> list[str]:
+    """Return the layer kinds of RecurrentGemma, whose config lists one period."""
+    kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+    period = config.get("block_types")
+    return [kinds[period[i % len(period)]] for i in range(config.depth)]
+
+
+def gated_recurrence(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of RecurrentGemma's recurrent layers: the convolution's last inputs, and the state."""
+    width = config.optional("lru_width") or config.size("hidden_size")
+    return (
+        Field("recurrent", (width,), "fp32"),
+        Field("conv", (width, config.size("conv1d_width") - 1), dtype),
+    )
+
+
+def zamba(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Zamba's recurrent layers: Mamba-1 with several heads."""
+    inner = config.size("mamba_expand") * config.size("hidden_size")
+    heads = config.size("n_mamba_heads")
+    return _state(
+        config,
+        dtype,
+        inner,
+        config.size("mamba_d_conv"),
+        (heads, inner // heads, config.size("mamba_d_state")),
+    )
+
+
+def zaya(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Zaya's convolutions over queries and keys, and of the value of the last token."""
+    heads, kv = config.size("num_attention_heads"), config.size("num_key_value_heads")
+    width = config.size("head_dim")
+    kernel = config.size("cca_time0") + config.size("cca_time1") - 2
+    return (
+        Field("conv", ((heads + kv) * width, kernel), dtype),
+        Field("recurrent", (kv * width // 2,), dtype),
+    )
+
+
+def inkling(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Inkling. Its sliding layers have sizes of their own."""
+    prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
+    return attention_fields(
+        config.size(f"{prefix}num_key_value_heads"), config.size(f"{prefix}head_dim"), dtype
+    )
+
+
+def inkling_states(config: Config, _: str) -> tuple[Field, ...]:
+    """Return the fields of Inkling's four convolutions in each layer: over keys, values and the outputs of attention
+    and MLP. They are computed in float32."""
+    prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
+    kv = config.size(f"{prefix}num_key_value_heads") * config.size(f"{prefix}head_dim")
+    hidden, kernel = config.size("hidden_size"), config.size("conv_kernel_size", "sconv_kernel_size")
+    names = {"conv": kv, "conv_1": kv, "conv_2": hidden, "conv_3": hidden}
+    return tuple(Field(name, (channels, kernel), "fp32") for name, channels in names.items())
+
+
+def falcon(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of Falcon. Its first architecture has one KV head, or one per query head. Its second stores
+    the KV heads once per query head."""
+    heads = config.size("num_attention_heads")
+    if not config.get("new_decoder_architecture"):
+        heads = 1 if config.get("multi_query", True) else config.optional("num_kv_heads") or heads
+    return attention_fields(heads, config.quotient("hidden_size", "num_attention_heads"), dtype)
+
+
+def mimo(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of MiMo V2. Its sliding layers have twice as many KV heads as its full layers. Values have
+    fewer dims than keys."""
+    heads = config.size("num_key_value_heads") * (2 if config.get("layer_kind") == "sliding_attention" else 1)
+    return attention_fields(heads, config.size("head_dim"), dtype, v_dim=config.size("v_head_dim"))
+
+
+def dbrx(config: Config, dtype: str) -> tuple[Field, ...]:
+    heads = config.nested("attn_config").size("kv_n_heads")
+    return attention_fields(heads, config.quotient("hidden_size", "num_attention_heads"), dtype)
+
+
+def twice_as_many_layers(config: Config) -> list[str]:
+    """Return the layer kinds of LongCat. Each of its layers has two attention modules."""
+    return ["full_attention"] * (2 * config.size("num_layers"))
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:

@@ -11,6 +11,10 @@ Needs no weights, torch or network. `families_table` defines how the config of e
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
 | conv                | one state: the convolution's last inputs                         |
 | hybrid              | the same as full_attention and linear_attention together         |
+| hybrid_sliding      | the same as sliding_attention and linear_attention together      |
+| indexed_attention   | the same as full_attention, and the key of an indexer            |
+| …compressed…        | the same, with compressed entries, and one state: an open window |
+| shared              | nothing: the layer reads the K and V of an earlier layer         |
 | mlp, moe            | nothing                                                          |
 """
 
@@ -163,7 +167,12 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _kinds(config: Config, family: Family) -> list[str]:
     """Return the kind of every layer. The kinds are listed in the config. If the config has no list, they follow from
     the family's pattern."""
-    older = {"attention": "full_attention", "mamba": "linear_attention"}
+    older = {
+        "attention": "full_attention",
+        "mamba": "linear_attention",
+        "deepseek_sparse_attention": "indexed_attention",
+        "minimax_m3_sparse": "indexed_attention",
+    }
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
         raise ModelError(f"{config.model_type}: layer_types is {listed!r}; give a list of layer kinds")
@@ -173,7 +182,8 @@ def _kinds(config: Config, family: Family) -> list[str]:
         raise ModelError(
             f"{config.model_type}: {len(kinds)} kinds of layers for {declared} num_hidden_layers"
         )
-    return kinds
+    own = len(kinds) - config.count("num_kv_shared_layers")
+    return [kind if index < own else "shared" for index, kind in enumerate(kinds)]
 
 
 def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, LayerSpec]) -> None:
@@ -194,12 +204,10 @@ def _without_scales(spec: LayerSpec) -> LayerSpec:
 
 
 def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype: str) -> dict[str, LayerSpec]:
-    specs: dict[str, dict[str, LayerSpec]] = {}
     layers: dict[str, LayerSpec] = {}
     for index, kind in enumerate(_kinds(config, family)):
-        if kind not in specs:
-            specs[kind] = _parts(config, family, kind, kv_dtypes, dtype)
-        layers.update({f"layers.{index}.{part}": spec for part, spec in specs[kind].items()})
+        parts = _parts(config.layer(index, kind), family, kind, kv_dtypes, dtype)
+        layers.update({f"layers.{index}.{part}": spec for part, spec in parts.items()})
     return layers
 
 
@@ -211,6 +219,9 @@ def _parts(
     def attention(span: Visibility) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}
 
+    def window() -> Visibility:
+        return Visibility("sliding", config.size("sliding_window", "sliding_window_size"))
+
     def state() -> dict[str, LayerSpec]:
         if family.state is None:
             raise ModelError(f"{config.model_type}: a {kind} layer, but the shape of its state is not known")
@@ -218,7 +229,7 @@ def _parts(
 
     parts: dict[str, Callable[[], dict[str, LayerSpec]]] = {
         "full_attention": lambda: attention(Visibility("full")),
-        "sliding_attention": lambda: attention(Visibility("sliding", config.size("sliding_window"))),
+        "sliding_attention": lambda: attention(window()),
         "chunked_attention": lambda: attention(Visibility("chunked", config.size("attention_chunk_size"))),
         "cross_attention": lambda: {
             "cross": LayerSpec("token", family.token(config, kv_dtypes["cross"]), axis="media")
@@ -226,6 +237,11 @@ def _parts(
         "linear_attention": state,
         "conv": state,
         "hybrid": lambda: attention(Visibility("full")) | state(),
+        "hybrid_sliding": lambda: attention(window()) | state(),
+        "indexed_attention": lambda: attention(Visibility("full")),
+        "heavily_compressed_attention": lambda: attention(Visibility("full")) | state(),
+        "compressed_sparse_attention": lambda: attention(Visibility("full")) | state(),
+        "shared": dict,
         "mlp": dict,
         "moe": dict,
     }

@@ -9,6 +9,7 @@
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role
+    adapters.py           /v1/load_lora_adapter, /v1/unload_lora_adapter
     gateway_probes.py     /server_info and /v1/loads, for gateways
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
@@ -28,6 +29,7 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 
 from __future__ import annotations
 
+from .adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from .admin import PoolEndpoint, RoleEndpoint
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
@@ -50,6 +52,7 @@ __all__ = [
     "CountTokensEndpoint",
     "DetokenizeEndpoint",
     "EmbeddingsEndpoint",
+    "LoadAdapterEndpoint",
     "MessagesEndpoint",
     "PoolEndpoint",
     "PromptEncoder",
@@ -58,6 +61,7 @@ __all__ = [
     "ServedModel",
     "ServerContext",
     "TokenizeEndpoint",
+    "UnloadAdapterEndpoint",
     "close_idle",
     "documentation_routes",
     "engine_error",

@@ -69,12 +69,14 @@ class CheckedRequest:
     ids: list[int]
     params: SamplingParams
     served: ServedModel
+    adapter: str | None = None
 
     @property
     def builder_arguments(self) -> tuple[str, list[Prompt], list[int], int, PromptEncoder]:
         """The arguments that all response builders share."""
         served = self.served
-        return served.name, self.prompts, self.ids, self.params.n, served.require_encoder()
+        name = self.adapter or served.name
+        return name, self.prompts, self.ids, self.params.n, served.require_encoder()
 
 
 class GenerationEndpoint(ABC):
@@ -176,7 +178,7 @@ class GenerationEndpoint(ABC):
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
             read = await context.parse(lambda: self.read(body), account, len(body))
-            served = context.served(read.model)
+            served, adapter = context.served(read.model), context.adapter(read.model)
             facts, prompts = served.require_ready()
             fields = await context.parse(lambda: self.adapt(read, served), account, len(body))
             tenant = context.request_tenant(request, fields)
@@ -190,9 +192,9 @@ class GenerationEndpoint(ABC):
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, served, facts, started)
+        messages = self._messages(fields, given, tenant, served, facts, started, adapter)
         ids = [message.id for message in messages]
-        response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served))
+        response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served, adapter))
         response.kv_transfer_params = _offered_pages(
             fields, facts, served.name, response, len(given[0].tokens)
         )
@@ -223,6 +225,7 @@ class GenerationEndpoint(ABC):
         served: ServedModel,
         facts: Ready,
         started: float,
+        adapter: str | None,
     ) -> list[Add]:
         """Return the messages to the engine: one `Add` message per prompt. Raises ApiError for the first invalid
         prompt."""
@@ -252,6 +255,7 @@ class GenerationEndpoint(ABC):
                 None if fields.slo is None else fields.slo.objective(),
                 started,
                 transfer.encoder,
+                adapter,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

@@ -36,6 +36,8 @@ SUMMARIES = {
     "/v1/models/{name}": "Describe a served model",
     "/admin/models": "Load one more model",
     "/admin/models/{name}": "Unload a model",
+    "/v1/load_lora_adapter": "Load a LoRA adapter",
+    "/v1/unload_lora_adapter": "Unload a LoRA adapter",
     "/v1/sessions/{session}": "POST: prefetch the pages of a session; DELETE: evict them first",
     "/tokenize": "Token ids of a prompt or a chat",
     "/detokenize": "Text of token ids",

@@ -14,7 +14,7 @@ from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.errors import ApiError, engine_loading, unloading
 from kvloom.serve.metrics import Metrics, RequestObserver
-from kvloom.serve.worker import EngineClient, Ready
+from kvloom.serve.worker import AdapterInfo, EngineClient, Ready
 
 from .prompts import PromptEncoder
 
@@ -51,6 +51,15 @@ class ServedModel:
         if self.is_unloading:
             return "unloading"
         return "ok" if self.engine.is_ready and self.encoder is not None else "loading"
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters that requests may use."""
+        return [] if self.engine.info is None else self.engine.info.adapters
+
+    def adapter(self, name: str | None) -> AdapterInfo | None:
+        """Return the LoRA adapter with this name, or None."""
+        return next((one for one in self.adapters if one.name == name), None)
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
         """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
@@ -107,6 +116,11 @@ class ServedModel:
             ],
             "encoders": [urlsplit(url).netloc.rpartition("@")[2] for url in settings.get("encoders", ())],
             "load": self._load(),
+            "adapters": [
+                {"name": one.name, "digest": one.digest, "invocation_tokens": one.invocation_tokens}
+                for one in self.adapters
+            ],
+            "resident_adapters": [one.name for one in self.engine.stats.adapters if one.is_resident],
         }
 
     def _load(self) -> dict[str, Any]:
@@ -136,3 +150,11 @@ class ServedModel:
             "status": self.status,
             **({"error": self.error} if self.error else {}),
         }
+
+    def adapter_entries(self) -> list[dict[str, Any]]:
+        """Return the LoRA adapters as entries of /v1/models. `parent` is the name of the base model."""
+        base = self.to_dict()
+        return [
+            {**base, "id": one.name, "created": one.created, "root": one.path, "parent": self.name}
+            for one in self.adapters
+        ]

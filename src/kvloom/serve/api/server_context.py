@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -50,6 +51,8 @@ class ServerContext:
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server."""
+    lora_folders: tuple[Path, ...] = ()
+    """Folders below which the API may load LoRA adapters."""
     bodies: BodyLimiter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,18 +67,36 @@ class ServerContext:
             raise engine_loading()
 
     def served(self, name: str | None) -> ServedModel:
-        """Return the model with this name, alias or path, or the first model if the name is None. Raises ApiError 404
-        for an unknown name.
+        """Return the model with this name, alias or path, or the first model if the name is None. The name of an adapter
+        stands for its base model. Raises ApiError 404 for an unknown name.
         """
         asked = name if name is None else self.aliases.get(name, name)
         for served in self.models.values():
             if asked is None or asked in (served.name, served.path):
                 return served
+        for served in self.models.values():
+            if served.adapter(asked) is not None:
+                return served
         raise unknown_model(name or "", self.models)
 
+    def adapter(self, name: str | None) -> str | None:
+        """Return the LoRA adapter that a request with this model name uses, or None for a base model."""
+        asked = None if name is None else self.aliases.get(name, name)
+        if asked is None or any(asked in (one.name, one.path) for one in self.models.values()):
+            return None
+        return asked
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        """Return the entry of a model or adapter in /v1/models. Raises ApiError 404 for an unknown name."""
+        served, adapter = self.served(name), self.adapter(name)
+        if adapter is None:
+            return served.to_dict()
+        return next(one for one in served.adapter_entries() if one["id"] == adapter)
+
     def listed_models(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models: one for each name and alias."""
+        """Return the entries of /v1/models: one for each name, alias and adapter."""
         own = [served.to_dict() for served in self.models.values()]
+        own += [entry for served in self.models.values() for entry in served.adapter_entries()]
         named = ((alias, self.models.get(name)) for alias, name in self.aliases.items())
         return own + [{**served.to_dict(), "id": alias} for alias, served in named if served is not None]
 

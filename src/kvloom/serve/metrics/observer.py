@@ -73,6 +73,7 @@ class RequestObserver:
             started,
             endpoint,
             model=self.metrics.model,
+            adapter=first.lora,
         )
         if not self.metrics.is_enabled and self.traces is None and self.recorder is None:
             return record
@@ -141,6 +142,7 @@ class RequestObserver:
                     len(message.prompt),
                     tenant=message.tenant,
                     salt=message.salt,
+                    adapter=message.lora or "",
                     session=message.session,
                     ending=record.finish_reason,
                     last_computed=False,

@@ -35,6 +35,7 @@ class RequestRecord:
     | `progress`                           | the engine's latest report on each prompt, by the same id as in `prompts`                |
     | `request_id`                         | id of the HTTP request, from the header x-request-id                                     |
     | `refused_slo`                        | objective and prediction, if the request was refused because it would miss the objective |
+    | `adapter`                            | name of its LoRA adapter, or None                                                        |
     """
 
     id: str
@@ -56,6 +57,7 @@ class RequestRecord:
     request_id: str = ""
     model: str = ""
     refused_slo: dict[str, Any] | None = None
+    adapter: str | None = None
 
     @property
     def state(self) -> str:
@@ -140,6 +142,7 @@ class RequestRecord:
             "id": self.id,
             "request_id": self.request_id,
             "model": self.model,
+            "adapter": self.adapter,
             "tenant": self.tenant,
             "state": self.state,
             "arrived": round(self.arrived, 3),

@@ -152,6 +152,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
         *_speculation_series(stats),
         *_slo_series(stats),
+        *_adapter_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -183,6 +184,17 @@ def _speculation_series(stats: EngineStats) -> list[Series]:
         Series("", "counter", "Draft tokens", sum(stats.proposed_tokens), ("vllm:spec_decode_num_draft_tokens",)),
         Series("", "counter", "Accepted draft tokens", sum(stats.accepted_tokens), ("vllm:spec_decode_num_accepted_tokens",)),
         Series("kvloom_draft_saved_seconds", "gauge", "Estimated seconds that drafts saved", stats.draft_seconds_saved),
+    ]  # fmt: skip
+
+
+def _adapter_series(stats: EngineStats) -> list[Series]:
+    """Return the series of LoRA adapters."""
+    requests = {one.name: one.requests for one in stats.adapters}
+    resident = {one.name: float(one.is_resident) for one in stats.adapters}
+    return [
+        Series("kvloom_adapters", "gauge", "Loaded LoRA adapters", len(stats.adapters)),
+        Series("kvloom_adapter_resident", "gauge", "1 if a LoRA adapter has a slot on the device", resident, labels=("adapter",)),
+        Series("kvloom_adapter_requests", "counter", "Requests with a LoRA adapter", requests, labels=("adapter",)),
     ]  # fmt: skip
 
 

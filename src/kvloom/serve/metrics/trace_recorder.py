@@ -70,6 +70,7 @@ class Recorder:
         *,
         tenant: str = "",
         salt: str = "",
+        adapter: str = "",
         session: str | None = None,
         ending: str | None = None,
         last_computed: bool = True,
@@ -86,7 +87,7 @@ class Recorder:
             raise ValueError(f"prompt is {prompt} tokens, but the request has {length}")
         cached = max(prompt, length - (not last_computed))
         every = self.block_tokens // HASH_TOKENS
-        hashes = hash_chain(root_hash(self.model, tenant, salt=salt), data[: cached * TOKEN_BYTES])[
+        hashes = hash_chain(root_hash(self.model, tenant, adapter, salt), data[: cached * TOKEN_BYTES])[
             every - 1 :: every
         ]
         line: dict[str, Any] = {"at": round(at, 6), "prompt": prompt, "output": length - prompt}

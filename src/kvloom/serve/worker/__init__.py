@@ -9,11 +9,12 @@
     engine_process.py     the engine process: loads the model, then runs steps
     worker.py             Worker: runs requests on the engine
     encode_worker.py      EncodeWorker: encodes images for other workers
+    adapter_loads.py      AdapterLoads: reads LoRA adapters in a thread
     image_prompts.py      ImagePrompts: decodes the images of requests in a thread
     stats.py              the engine's counters as one message
     cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
 
-The last six run in the engine process. Names are imported on first use, because the API process does not load
+The last seven run in the engine process. Names are imported on first use, because the API process does not load
 torch.
 """
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .engine_client import EngineClient, StartError
     from .engine_process import load_engine
     from .messages import (
+        AdapterInfo,
         Add,
         Delta,
         EngineStats,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 __all__ = [
+    "AdapterInfo",
     "Add",
     "Delta",
     "EngineClient",
@@ -83,6 +86,7 @@ _MODULES = {
     ),
     "engine_process": ("load_engine",),
     "messages": (
+        "AdapterInfo",
         "Add",
         "Delta",
         "EngineStats",

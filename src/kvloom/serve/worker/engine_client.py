@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -26,6 +27,7 @@ from kvloom.tiers import mark_optional
 
 from .messages import (
     HEADER_BYTES,
+    AdapterAnswer,
     Add,
     Cancel,
     Delta,
@@ -34,6 +36,7 @@ from .messages import (
     ExpectSession,
     FromEngine,
     Heartbeat,
+    LoadAdapter,
     Outputs,
     PoolState,
     Ready,
@@ -44,6 +47,7 @@ from .messages import (
     Start,
     StartFailed,
     ToEngine,
+    UnloadAdapter,
     body_length,
     frame,
 )
@@ -118,6 +122,8 @@ class EngineClient:
         self._snapshot_waiters: list[asyncio.Future[bytes]] = []
         self._pool_waiters: list[tuple[int, asyncio.Future[PoolState]]] = []
         self._resizes = 0
+        self._adapter_waiters: dict[int, asyncio.Future[str]] = {}
+        self._adapter_changes = 0
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._next_id = 0
@@ -210,6 +216,36 @@ class EngineClient:
         self._send(ResizePool(pool_bytes, self._resizes, self.start.share_bytes))
         return await asyncio.wait_for(answer, seconds)
 
+    async def change_adapter(self, name: str, path: str | None, replace: bool, seconds: float) -> str:
+        """Load a LoRA adapter, or unload it if `path` is None. Return the engine's error, or "" on success. A restarted
+        engine has the same adapters.
+
+        Raises ApiError without an engine, and TimeoutError after `seconds`."""
+        self.require_ready()
+        self._adapter_changes += 1
+        number = self._adapter_changes
+        answer = self._adapter_waiters[number] = asyncio.get_running_loop().create_future()
+        self._send(UnloadAdapter(name, number) if path is None else LoadAdapter(name, path, replace, number))
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        finally:
+            self._adapter_waiters.pop(number, None)
+
+    def _record_adapters(self, answer: AdapterAnswer) -> None:
+        """Record the adapters of the engine. A restarted engine loads them again."""
+        assert self.info is not None
+        self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
+        settings = {
+            **self.start.settings,
+            "lora": {one.name: one.path for one in answer.adapters},
+            "max_loras": self.info.adapter_slots,
+            "max_lora_rank": self.info.adapter_rank,
+        }
+        self.start = msgspec.structs.replace(self.start, settings=settings)
+        waiter = self._adapter_waiters.get(answer.number)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer.error)
+
     def close(self) -> None:
         """End the engine process. Afterwards `run` returns."""
         self._closing.set()
@@ -225,8 +261,9 @@ class EngineClient:
         waiters: list[asyncio.Future[Any]] = [
             *self._snapshot_waiters,
             *(answer for _, answer in self._pool_waiters),
+            *self._adapter_waiters.values(),
         ]
-        self._snapshot_waiters, self._pool_waiters = [], []
+        self._snapshot_waiters, self._pool_waiters, self._adapter_waiters = [], [], {}
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -349,6 +386,8 @@ class EngineClient:
             for resize in resizes:
                 if not resize.done():
                     resize.set_result(pool)
+        for answered in outputs.adapters:
+            self._record_adapters(answered)
         if outputs.snapshot is not None:
             waiters, self._snapshot_waiters = self._snapshot_waiters, []
             for snapshot in waiters:
@@ -363,13 +402,20 @@ class EngineClient:
 def _restart(start: Start, before: Ready) -> Start:
     """Return the start options for a restart after an engine (`before`) has died.
 
-    All tiers become optional, so that an unavailable tier does not prevent serving. A pool that shares memory starts
-    with its last size, because other pools may use the rest.
+    All tiers become optional, so that an unavailable tier does not prevent serving. Adapters whose folders are gone are
+    left out. A pool that shares memory starts with its last size, because other pools may use the rest.
     """
     settings = {
         **start.settings,
         "tiers": [mark_optional(tier) for tier in start.settings.get("tiers", ())],
     }
+    if before.adapter_slots:
+        there = (one for one in before.adapters if (Path(one.path) / "adapter_config.json").is_file())
+        settings |= {
+            "lora": {one.name: one.path for one in there},
+            "max_loras": before.adapter_slots,
+            "max_lora_rank": before.adapter_rank,
+        }
     if start.share_bytes is not None:
         least = min(settings["min_pool_bytes"], before.pool_bytes)
         settings |= {"pool_bytes": before.pool_bytes, "min_pool_bytes": least}

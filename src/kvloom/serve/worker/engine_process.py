@@ -28,17 +28,10 @@ from kvloom.serve.logs import configure_logging
 
 from .messages import (
     HEADER_BYTES,
-    Add,
-    Cancel,
-    EndSession,
-    ExpectSession,
     FromEngine,
     GroupInfo,
     Heartbeat,
     Ready,
-    ResizePool,
-    SetRole,
-    SnapshotRequest,
     Start,
     StartFailed,
     ToEngine,
@@ -55,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None]
+Inbox = SimpleQueue[ToEngine | None]
 """A queue of messages. None means that the API process has closed the socket."""
 PREPARE_SECONDS = 0.005
 """Poll interval for images and grammars of requests while idle."""
@@ -157,6 +150,7 @@ def _warm_up(engine: Engine, progress: bool) -> None:
 
 
 def _load_worker(start: Start) -> tuple[Worker, Ready]:
+    from .adapter_loads import adapter_infos
     from .image_prompts import ImagePrompts
     from .worker import Worker, max_request_tokens
 
@@ -192,6 +186,9 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         ],
         max_context=cache.max_tokens,
         token_budget=engine.scheduler.token_budget,
+        adapters=adapter_infos(engine),
+        adapter_slots=0 if engine.adapters is None else engine.adapters.slots.count,
+        adapter_rank=0 if engine.adapters is None else engine.adapters.slots.rank,
     )
     return worker, ready
 
@@ -239,7 +236,7 @@ def _serve(sender: _Sender, inbox: Inbox, worker: Worker | EncodeWorker) -> None
 
 def _handle(
     worker: Worker | EncodeWorker,
-    message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None,
+    message: ToEngine | None,
 ) -> None:
     if message is None:
         worker.close(CLOSE_SECONDS - 0.5)

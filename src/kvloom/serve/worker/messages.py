@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process, and their encoding.
 
     API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool,
-                         SetRole
+                         SetRole, LoadAdapter, UnloadAdapter
     engine ──▶ API       Ready or StartFailed (once), then Outputs (one per step); Heartbeat, every second
 
 A message is msgpack with a four-byte length before it. Log-probabilities are triples of token, value and rank.
@@ -19,6 +19,8 @@ from kvloom.engine import Role, SamplingParams
 
 __all__ = [
     "HEADER_BYTES",
+    "AdapterAnswer",
+    "AdapterInfo",
     "Add",
     "Cancel",
     "Delta",
@@ -29,6 +31,7 @@ __all__ = [
     "GroupInfo",
     "Heartbeat",
     "ImagePrompt",
+    "LoadAdapter",
     "Outputs",
     "PoolState",
     "Ready",
@@ -45,6 +48,7 @@ __all__ = [
     "ToEngine",
     "TokenLogprob",
     "TokenRange",
+    "UnloadAdapter",
     "body_length",
     "frame",
 ]
@@ -161,6 +165,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """When the request arrived, on the monotonic clock."""
     encoder: str | None = None
     """Address (host:port) of the encode worker that a router chose for the images."""
+    lora: str | None = None
+    """Name of the LoRA adapter. None means the base model."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -204,6 +210,46 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
     """A message from the server that changes the role of the worker."""
 
     role: Role
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter. With `replace`, another version under the same name is replaced. The engine answers with an
+    AdapterAnswer that has the same `number`."""
+
+    name: str
+    path: str
+    replace: bool = False
+    number: int = 0
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Forget a LoRA adapter. The engine answers with an AdapterAnswer that has the same `number`."""
+
+    name: str
+    number: int = 0
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. An activated LoRA has
+    `invocation_tokens`. `requests` counts its requests. `is_resident` states that it has a slot on the device."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int = 0
+    created: int = 0
+    invocation_tokens: list[int] = []
+    requests: int = 0
+    is_resident: bool = False
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a LoadAdapter or UnloadAdapter message. `error` is "" on success. `adapters` are all adapters that
+    new requests may use."""
+
+    number: int
+    error: str
+    adapters: list[AdapterInfo]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -336,6 +382,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `slo_ttft_ratio`, `slo_tbt_ratio`    | actual divided by predicted time, of admitted requests                               |
     | `step_times`                         | coefficients of `core.StepTimes`; empty before enough steps were measured            |
     | `needs_growth`                       | whether an open request needs more pages than the pool has                           |
+    | `adapters`                           | LoRA adapters, with the number of their requests                                     |
     """
 
     running: int = 0
@@ -378,6 +425,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     slo_tbt_ratio: HistogramCounts = ([], 0.0)
     step_times: list[float] = []
     needs_growth: bool = False
+    adapters: list[AdapterInfo] = []
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
@@ -395,7 +443,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The results of one step. `stats` are sent several times a second, and when the engine becomes idle.
 
     `snapshot` is JSON and answers a SnapshotRequest. `pool` is sent when the size of the pool changes, and answers a
-    ResizePool.
+    ResizePool. `adapters` answers messages about LoRA adapters.
     """
 
     deltas: list[Delta] = []
@@ -404,6 +452,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     snapshot: bytes | None = None
     progress: list[RequestProgress] = []
     pool: PoolState | None = None
+    adapters: list[AdapterAnswer] = []
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -427,6 +476,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `max_context`: the model's limit.
     - `peer_address`: the address at which other workers read its host memory, or None.
     - `token_budget`: the largest number of prompt tokens in a step.
+    - `adapters`: the LoRA adapters. `adapter_slots`: how many of them run at the same time; 0 means that requests may
+      use no adapters. `adapter_rank`: their largest rank.
     """
 
     device: str
@@ -449,6 +500,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context: int = 0
     peer_address: tuple[str, int] | None = None
     token_budget: int = 0
+    adapters: list[AdapterInfo] = []
+    adapter_slots: int = 0
+    adapter_rank: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -463,7 +517,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
+ToEngine = (
+    Start
+    | Add
+    | Cancel
+    | ExpectSession
+    | EndSession
+    | SnapshotRequest
+    | ResizePool
+    | SetRole
+    | LoadAdapter
+    | UnloadAdapter
+)
 FromEngine = Ready | StartFailed | Outputs | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvloom.core import CacheControl, Pin
+from kvloom.core import CacheControl, Media, Pin
 from kvloom.engine import Engine
 
 from .messages import Add
@@ -39,11 +39,12 @@ class RequestPins:
             "pin less, or end a session that has pins"
         )
 
-    def add(self, message: Add, control: CacheControl) -> None:
+    def add(self, message: Add, control: CacheControl, activation: Media | None = None) -> None:
         """Pin the cached prefix of a finished request's prompt. Does nothing if the prompt is not
         cached, without `message.pin`, or if pins would exceed their limit."""
         if message.pin is not None and self.check(message) is None:
-            pin = self._engine.cache.pin(message.prompt, message.pin, control)
+            media = () if activation is None else (activation,)
+            pin = self._engine.cache.pin(message.prompt, message.pin, control, media)
             self._pins.append((control.session, pin))
 
     def end_session(self, session: str) -> None:

@@ -16,6 +16,7 @@ from kvloom.engine import Engine, OffloadManager
 from kvloom.engine.speculation import Speculation
 from kvloom.tiers import TierStats
 
+from .adapter_loads import adapter_infos
 from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
 
 __all__ = ["engine_stats", "tier_usage", "tier_usages"]
@@ -79,6 +80,7 @@ def engine_stats(
         tenants=tenants,
         **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         role=engine.role,
+        adapters=adapter_infos(engine),
         encoding={} if engine.encoders is None else asdict(engine.encoders.stats),
         **_slo_stats(engine.scheduler.slo.admission),
         **({} if engine.offload is None else _offload_stats(engine.offload)),

@@ -19,15 +19,18 @@ from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 from kvloom.models.paged import Image
 
+from .adapter_loads import AdapterLoads
 from .cache_snapshot import CacheSnapshot
 from .image_prompts import ImagePrompts, ImagesBusyError
 from .messages import (
+    AdapterAnswer,
     Add,
     Cancel,
     Delta,
     EndSession,
     EngineStats,
     ExpectSession,
+    LoadAdapter,
     Outputs,
     PoolState,
     Rejected,
@@ -35,9 +38,12 @@ from .messages import (
     ResizePool,
     SetRole,
     SnapshotRequest,
+    Start,
     TenantConfig,
     TierUsage,
+    ToEngine,
     TokenLogprob,
+    UnloadAdapter,
 )
 from .request_pins import RequestPins
 from .stats import engine_stats, tier_usages
@@ -105,6 +111,8 @@ class Worker:
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._images = images
         self._pins = RequestPins(engine)
+        self._adapters = AdapterLoads(engine)
+        self._adapter_answers: list[AdapterAnswer] = []
         self._image_inputs: dict[int, list[Image]] = {}  # until the request is added
         self._awaiting_embeddings: dict[int, _AwaitedImages] = {}
         self._steps = 0
@@ -129,6 +137,7 @@ class Worker:
             or self._stats_changed
             or self._snapshot_requested
             or self._pool_changed
+            or bool(self._adapter_answers)
         )
 
     @property
@@ -148,6 +157,7 @@ class Worker:
         self._enqueue_with_images()
         self._enqueue_encoded()
         self._enqueue_compiled()
+        self._poll_adapters()
         self.engine.adjust_pool()
         offload = self.engine.offload
         if offload is not None:
@@ -157,10 +167,9 @@ class Worker:
         if self.engine.events is not None:
             self.engine.events.flush()
 
-    def handle(
-        self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
-    ) -> None:
-        """Handle a message. The next step reports rejected requests."""
+    def handle(self, message: ToEngine) -> None:
+        """Handle a message other than Start. The next step reports rejected requests."""
+        assert not isinstance(message, Start)
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -172,6 +181,9 @@ class Worker:
                 self._share(message.share_bytes)
             self.engine.resize_pool(message.pool_bytes)
             self._resize_requested, self._resize_number = True, message.number
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._adapters.submit(message)
+            self._poll_adapters()
         elif isinstance(message, SetRole):
             self.engine.set_role(message.role)
         elif isinstance(message, EndSession):
@@ -189,6 +201,7 @@ class Worker:
         self._enqueue_with_images()
         self._enqueue_encoded()
         self._enqueue_compiled()
+        self._poll_adapters()
         if self.engine.busy:
             stepped = self.engine.step()
             self._steps += 1
@@ -210,10 +223,21 @@ class Worker:
                 progress.append(_progress(one))
         rejected, self._rejected = self._rejected, []
         stats, snapshot, pool = self._stats(), self._take_snapshot(), self._take_pool_state()
+        adapters, self._adapter_answers = self._adapter_answers, []
         has_output = (
-            deltas or rejected or progress or any(part is not None for part in (stats, snapshot, pool))
+            deltas
+            or rejected
+            or progress
+            or adapters
+            or any(part is not None for part in (stats, snapshot, pool))
         )
-        return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
+        return Outputs(deltas, rejected, stats, snapshot, progress, pool, adapters) if has_output else None
+
+    def _poll_adapters(self) -> None:
+        """Add or remove the adapters whose files are read."""
+        if self._adapters:
+            self._adapter_answers += self._adapters.take()
+            self._stats_changed = True
 
     def close(self, seconds: float) -> None:
         """Cancel all requests and close the engine. Takes at most `seconds`."""
@@ -268,8 +292,9 @@ class Worker:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether requests wait for their images, embeddings or grammars."""
-        return bool(self._compiling) or bool(self._images) or bool(self._awaiting_embeddings)
+        """Whether requests wait for their images, embeddings or grammars, or adapters are being loaded."""
+        waits = self._compiling or self._images or self._awaiting_embeddings or self._adapters
+        return bool(waits)
 
     def _prepare_images(self, message: Add) -> None:
         """Queue a request after its images are decoded. Another thread decodes the images, and steps do not wait for
@@ -414,6 +439,7 @@ class Worker:
                 awaits_peer=message.awaits_peer,
                 slo=message.slo,
                 arrived=message.arrived,
+                lora=message.lora,
             )
         except ValueError as error:
             self._reject(message.id, error)
@@ -450,7 +476,7 @@ class Worker:
         self._finished_tokens += _output_tokens(one.request)
         self._stats_changed = True
         if one.message.pin is not None and one.request.finish_reason in ("stop", "length", "grammar"):
-            self._pins.add(one.message, one.request.control)
+            self._pins.add(one.message, one.request.control, one.request.activation)
         if one.message.ends_session and one.message.session is not None:
             self._end_session(one.message.tenant, one.message.session)
         quota = self._quotas.get(one.message.tenant)

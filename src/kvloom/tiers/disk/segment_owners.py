@@ -93,8 +93,9 @@ class SegmentOwners:
         """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner`
         are considered. O(segments).
 
-        Segments of `owner`, and of owners above their guarantee, come first. If there are none, segments of all
-        owners are considered. In both cases, segments that still receive writes of other owners are chosen last.
+        Without `own`, segments of `owner`, and of owners that use more than their guaranteed bytes, come first. If
+        there are none, segments of all owners are considered. Segments that another owner still writes to are chosen
+        last.
         With `oldest`, the oldest segment is chosen, otherwise the least recently used segment. The current segment
         of `owner` is never chosen.
         """

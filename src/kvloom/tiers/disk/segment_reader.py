@@ -242,8 +242,8 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """A read of the bytes `part` of some records. `found` contains (index in the transfer, record) pairs. If a page
-    is split into several jobs, `count` counts the reads of the page. Otherwise `count` is None."""
+    """Reads the byte range `part` of each record in `found`, which contains (index in the transfer, record) pairs. If
+    several jobs read one page, they share `count`, which counts the unfinished reads. Otherwise `count` is None."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]

@@ -1,0 +1,151 @@
+"""The LoRA adapters of an engine: which adapters are loaded, and which of them have a slot on the device.
+
+    load(name, path) ──▶ weights in host memory ──▶ make_resident: a slot on the device, when a request starts
+    unload(name)     ──▶ no new requests; requests that were added before keep the adapter until they finish
+
+An adapter is identified by the digest of its config and weights. The digest salts block hashes in every tier. Another
+version under the same name therefore never hits pages of the old version, and the same version hits its pages again.
+If all slots are taken, the adapter that was used longest ago loses its slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import Media, activation_mark
+from kvloom.models.lora import AdapterError, AdapterSlots, LoraAdapter, read_adapter
+
+__all__ = ["AdapterTable", "LoadedAdapter"]
+
+DEFAULT_RANK = 16
+"""Rank of the slots if no adapter is known when the engine starts."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """One version of an adapter under a name. `requests` counts the requests that were added with it."""
+
+    name: str
+    adapter: LoraAdapter
+    created: int = field(default_factory=lambda: int(time.time()))
+    requests: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Identifies config and weights of the adapter."""
+        return self.adapter.digest
+
+    @property
+    def is_activated(self) -> bool:
+        """Whether the adapter is an activated LoRA, which applies only after its invocation tokens."""
+        return bool(self.adapter.invocation_tokens)
+
+    def activation(self, prompt: npt.NDArray[np.integer]) -> Media | None:
+        """Return a mark of the token from which an activated LoRA applies, or None if the prompt does not contain its
+        invocation tokens. See `activation_mark`."""
+        return activation_mark(prompt, self.adapter.invocation_tokens, self.digest)
+
+
+class AdapterTable:
+    """The adapters of one engine, by name. Up to `slots` adapters run at the same time. Not thread-safe."""
+
+    def __init__(
+        self, model: Any, given: Mapping[str, str], slots: int, rank: int | None, targets: Sequence[str]
+    ) -> None:
+        """Read the `given` adapters (names and folders), and prepare slots for `slots` adapters of up to `rank`
+        dimensions. Raises AdapterError for an adapter that cannot be read. Call `check_all` after the first step."""
+        read = {name: read_adapter(path) for name, path in given.items()}
+        if rank is None:
+            rank = max((one.rank for one in read.values()), default=DEFAULT_RANK)
+        self.slots = AdapterSlots(model, slots or len(read), rank, targets)
+        self.names: dict[str, LoadedAdapter] = {}
+        """The adapters that new requests may use."""
+        self._resident: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # slots by digest; the first was used longest ago
+        for name, adapter in read.items():
+            self.names[name] = LoadedAdapter(name, adapter)
+
+    @property
+    def resident(self) -> list[str]:
+        """Names of the adapters that have a slot."""
+        return [name for name, one in self.names.items() if one.digest in self._resident]
+
+    def check_all(self) -> None:
+        """Raise AdapterError if an adapter does not fit the model."""
+        for one in self.names.values():
+            self.slots.check(one.adapter)
+
+    def load(self, name: str, path: str, replace: bool = False) -> LoadedAdapter:
+        """Read an adapter and add it. Takes time in proportion to its bytes. See `add`."""
+        return self.add(name, read_adapter(path), replace)
+
+    def add(self, name: str, adapter: LoraAdapter, replace: bool = False) -> LoadedAdapter:
+        """Add an adapter and return it. New requests may then use its name. A second call with the same version has
+        no effect. With `replace`, another version under the same name replaces it for new requests.
+
+        Raises AdapterError if the adapter does not fit, or if the name is taken."""
+        if not name:
+            raise AdapterError("an adapter needs a name: give one")
+        self.slots.check(adapter)
+        known = self.names.get(name)
+        if known is not None and known.digest == adapter.digest:
+            return known
+        if known is not None and not replace:
+            raise AdapterError(
+                f"another version of adapter {name!r} is already loaded from {known.adapter.path}: unload it first, or "
+                "replace it (load_inplace)"
+            )
+        found = self.names[name] = LoadedAdapter(name, adapter)
+        return found
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Its slot is used for other adapters when no request uses it. Raises AdapterError for an
+        unknown name."""
+        del self.names[self.find(name).name]
+
+    def find(self, name: str) -> LoadedAdapter:
+        """Return the adapter with this name. Raises AdapterError for an unknown name."""
+        found = self.names.get(name)
+        if found is None:
+            known = ", ".join(self.names) or "none"
+            raise AdapterError(f"there is no adapter {name!r}: loaded are {known}")
+        return found
+
+    def name_of(self, digest: str) -> str:
+        """Return the name of the adapter with a digest, or the digest if no loaded adapter has it."""
+        return next((name for name, one in list(self.names.items()) if one.digest == digest), digest)
+
+    def has_slot(self, adapter: LoadedAdapter) -> bool:
+        """Return whether an adapter has a slot, or a slot is free."""
+        return adapter.digest in self._resident or len(self._resident) < self.slots.count
+
+    def may_evict(self, in_use: Collection[str]) -> bool:
+        """Return whether an adapter may lose its slot. `in_use` are the digests of the adapters of running requests,
+        which keep their slots."""
+        return any(digest not in in_use for digest in self._resident)
+
+    def make_resident(self, adapter: LoadedAdapter, in_use: Callable[[], Collection[str]]) -> int:
+        """Give an adapter a slot, and return the slot. If all slots are taken, the adapter that was used longest ago
+        and is not `in_use` loses its slot. `has_slot` or `may_evict` must be true."""
+        slot = self._resident.get(adapter.digest)
+        if slot is None:
+            slot = self._free_slot(in_use)
+            self.slots.load(slot, adapter.adapter)
+            self._resident[adapter.digest] = slot
+        self._resident.move_to_end(adapter.digest)
+        return slot
+
+    def _free_slot(self, in_use: Callable[[], Collection[str]]) -> int:
+        if len(self._resident) < self.slots.count:
+            return min(set(range(1, self.slots.count + 1)) - set(self._resident.values()))
+        used = in_use()
+        oldest = next(digest for digest in self._resident if digest not in used)
+        return self._resident.pop(oldest)

@@ -1,0 +1,95 @@
+"""Writes the table of model families into docs/models.md: `python tools/families_table.py`.
+
+The table has one line for each causal language model of the installed transformers. A line is computed from the tiny
+config of the family in `tests/models`, on the meta device. This takes about a minute. `tests/models/test_families.py`
+compares the tokens of each family with `generate()`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.models.tiny_families import config_of
+
+from kvloom.models.loading import language_model_class, refusal
+from kvloom.models.paged import REFUSED_FAMILIES, separation_reason
+from kvloom.models.specs import model_spec
+
+__all__ = ["FILE", "REFUSED", "main", "table"]
+
+FILE = Path(__file__).parent.parent / "docs" / "models.md"
+REFUSED = {
+    **REFUSED_FAMILIES,
+    "gemma3n": "its image part needs the package timm; gemma3n_text runs",
+}
+"""The families that do not run, and the reason."""
+_KINDS = ("full", "sliding", "chunked", "cross", "state")
+
+
+def table() -> tuple[str, str]:
+    """Return two tables, of the families that run and of the others, and the sentence with their counts."""
+    running = [
+        "| family | layers | sequences of a step | exact on a CPU | CUDA graphs | int8, fp8 | tiers | drafts |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    refused = ["| family | reason |", "|---|---|"]
+    packed = separate = 0
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if family in REFUSED:
+            refused.append(f"| {family} | {REFUSED[family]} |")
+            continue
+        config = config_of(family)
+        reason = refusal(config)
+        if reason is not None:
+            raise RuntimeError(f"{family} is refused: {reason}. Make it run, or add it to REFUSED.")
+        cells, is_packed = _cells(config)
+        packed, separate = packed + is_packed, separate + (not is_packed)
+        running.append(f"| {family} | {' | '.join(cells)} |")
+    counts = (
+        f"Transformers has {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} causal model families. Of these, kvloom runs "
+        f"{packed + separate} and refuses {len(refused) - 2}."
+    )
+    return "\n".join(running) + "\n\n" + "\n".join(refused) + "\n", counts
+
+
+def _cells(config: Any) -> tuple[list[str], bool]:
+    cls, own = language_model_class(config)
+    with torch.device("meta"):
+        model = cls._from_config(own, dtype=torch.bfloat16)
+    specs = model_spec(own.to_dict()).layers.values()
+    kinds = {spec.kind for spec in specs}
+    layers = [kind for kind in _KINDS if kind in kinds]
+    if any(field.name == "latent" for spec in specs for field in spec.fields):
+        layers = [f"{kind} (latents)" if kind == "full" else kind for kind in layers]
+    if any(field.name == "index" for spec in specs for field in spec.fields):
+        layers.append("indexer keys")
+    if getattr(own.get_text_config(), "num_kv_shared_layers", 0):
+        layers.append("shared")
+    is_packed, has_states = separation_reason(model) is None, "state" in kinds
+    drafts = {(True, False): "chains, trees", (False, True): "no"}.get((is_packed, has_states), "chains")
+    quantised = "yes" if kinds - {"state"} else "no K and V"
+    runs = "packed" if is_packed else "one by one"
+    return [", ".join(layers), runs, "yes", "yes" if is_packed else "no", quantised, "yes", drafts], is_packed
+
+
+def main() -> int:
+    rows, counts = table()
+    text = FILE.read_text(encoding="utf-8")
+    place = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- /families -->)", re.DOTALL)
+    text = place.sub(lambda _: rows, text)
+    text = re.sub(r"Transformers has \d+ causal model families\.[^.]*\.", lambda _: counts, text)
+    FILE.write_text(text, encoding="utf-8")
+    print(counts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
