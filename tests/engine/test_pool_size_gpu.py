@@ -40,6 +40,7 @@ def test_resizing_gives_equal_bits(family: str, tiers: tuple[str, ...]) -> None:
     engine.close()
 
 
+@pytest.mark.alone
 def test_a_smaller_pool_returns_memory_to_the_device() -> None:
     engine = make_engine(made("llama"), 1 << 30, max_pool_bytes=2 << 30, min_pool_bytes=1 << 27)
     answers(engine, prompts_of("few", 400, 300))

@@ -62,7 +62,7 @@ def merged(model: Any, folder: Path) -> Any:
         a, b = (tensors[f"{name}.lora_{which}.weight"].double() for which in "AB")
         layer = modules[name.removeprefix("base_model.model.")]
         with torch.no_grad():
-            layer.weight.copy_(layer.weight.double() + scale * (b @ a))
+            layer.weight.copy_(layer.weight.double() + scale * (b @ a).to(layer.weight.device))
     return found
 
 

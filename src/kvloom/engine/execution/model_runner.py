@@ -207,7 +207,9 @@ class ModelRunner:
         has_cold_blocks = any(work.sequence.cold_blocks for work in works)
         has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
         if single and self._sizes and not has_cold_blocks and not has_new_states:
-            return self._replay(works, wanted)
+            replayed = self._replay(works, wanted)
+            if replayed is not None:
+                return replayed
         if (
             self.draft_graphs is not None
             and not (has_cold_blocks or has_new_states or whole or pooled)
@@ -365,7 +367,8 @@ class ModelRunner:
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]
                 self.pages.set_shared_runs(runs, runs if self._windows else None, size)
-            self._captured(size, shares, adapted)
+            if self._captured(size, shares, adapted) is None:
+                return
             if progress is not None:
                 progress(done + 1, len(wanted) + len(sizes))
         self._sharers = ()
@@ -380,10 +383,13 @@ class ModelRunner:
             if progress is not None:
                 progress(len(wanted) + done + 1, len(wanted) + len(sizes))
 
-    def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
+    def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor | None:
+        """Compute a step of single tokens by a graph. Return None if the model cannot be captured."""
         size = next(size for size in self._sizes if size >= len(works))
         adapted = any(work.adapter for work in works)
         captured = self._captured(size, self._share(works, size), adapted)
+        if captured is None:
+            return None
         self.stage.send_singles(works, size)
         captured.graph.replay()
         logits = captured.logits[: len(works)]
@@ -416,9 +422,10 @@ class ModelRunner:
             )
         return self._shares
 
-    def _captured(self, size: int, shares: bool, adapted: bool = False) -> _Captured:
+    def _captured(self, size: int, shares: bool, adapted: bool = False) -> _Captured | None:
         """Return the graph of a decode step, and capture it at its first use. Steps without adapters have their own
-        graphs, which compute no low-rank terms."""
+        graphs, which compute no low-rank terms. Return None if the model cannot be captured; later steps then run
+        without graphs."""
         if (size, shares, adapted) not in self._graphs:
             self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -427,8 +434,15 @@ class ModelRunner:
                 self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
-                logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
+            try:
+                with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
+                    logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                warnings.warn(f"steps run without CUDA graphs, and slower: {error}", stacklevel=2)
+                self._sizes, self.draft_graphs, self.piecewise = [], None, None
+                return None
             self._graphs[size, shares, adapted] = _Captured(graph, logits)
         return self._graphs[size, shares, adapted]
 
