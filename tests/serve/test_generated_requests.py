@@ -41,7 +41,7 @@ MESSAGES = st.lists(
 WORDS = [
     "model", "prompt", "input", "messages", "system", "instructions", "max_tokens", "max_output_tokens", "temperature",
     "top_p", "top_k", "stream", "tools", "tool_choice", "stop_sequences", "metadata", "thinking", "text", "reasoning",
-    "previous_response_id", "store", "include", "truncation", "echo", "return_token_strs", "tokens",
+    "chat_template_kwargs", "cache_control", "output_config", "top_logprobs", "parallel_tool_calls", "previous_response_id", "store", "include", "truncation", "echo", "return_token_strs", "tokens",
 ]  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_no_generated_request_gets_a_server_error(embedded: Running) -> None:
 
     def check(operation: tuple[str, str, dict[str, Any]], seconds: float, examples: int) -> None:
         method, name, _ = operation
-        stop = min(end, time.monotonic() + seconds)
+        stop, failed = min(end, time.monotonic() + seconds), set[int]()
 
         @settings(
             max_examples=examples,
@@ -183,10 +183,11 @@ def test_no_generated_request_gets_a_server_error(embedded: Running) -> None:
         )
         @given(made.requests(*operation))
         def send(request: tuple[str, Any]) -> None:
-            if time.monotonic() > stop:
+            if time.monotonic() > stop and not failed:
                 return
             path, body = request
             status, text = exchange(embedded, method, path, body)
+            failed.update([status] if status >= 500 else [])
             made.counts[f"{method} {name}", status] += 1
             assert status < 500, (method, path, body, status, text[:500])
             assert '"code":500' not in text.replace(" ", ""), (method, path, body, text[:500])
@@ -242,3 +243,28 @@ def test_a_limit_that_is_no_number_is_refused(server: Running, limit: str) -> No
     assert status == 400
     assert found["error"]["param"] == "limit"
     assert len(found["error"]["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/v1/responses", "include", {"include": True}),
+        ("/v1/responses", "include", {"include": "text"}),
+        ("/v1/messages", "tools", {"tools": True}),
+        ("/v1/messages", "tools", {"tools": "text"}),
+        ("/v1/messages", "chat_template_kwargs", {"thinking": {}, "chat_template_kwargs": [1]}),
+        ("/v1/messages", "cache_control", {"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}),
+    ],
+)
+def test_a_field_of_another_type_is_refused(
+    server: Running, path: str, name: str, fields: dict[str, Any]
+) -> None:
+    chat = {
+        "input": "a",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+        "max_output_tokens": 1,
+    }
+    status, _, found = server.send("POST", path, {**chat, **fields})
+    assert status == 400
+    assert name in found["error"]["message"]
