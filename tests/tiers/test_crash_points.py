@@ -6,23 +6,26 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form
+from kvloom.tiers import DiskConfig, DiskTier, Form, Share
 from kvloom.tiers.disk import Files
-from kvloom.tiers.testing.conformance import get, objects, put
+from kvloom.tiers.testing.conformance import filled, get, objects
 
 from .crash_images import POWER_CUTS, Crash, Log, Recording, Unsynced, crashes
 
 FORM = Form("bf16", "LKTHD", 4096, 1024, layout="crash")
-SEGMENT, CAPACITY = 64 << 10, 320 << 10  # five segments of at most twelve pages
-PAGES = range(82)
-NEW = [80, 81]  # pages that the script does not write
+SEGMENT, CAPACITY = 64 << 10, 448 << 10  # seven segments of at most twelve pages
+PAGES = range(110)
+OWN = range(90, 110)  # pages of a tenant with a share, which has its own segments
+SHARES = {"acme": Share(limit=0.43)}
+NEW = [80, 81, 109]  # pages that the script does not write
 
 
 def opened(
@@ -40,7 +43,19 @@ def opened(
         direct=False,
         readers=1,
     )
-    return DiskTier(config, files)
+    tier = DiskTier(config, files)
+    tier.set_shares(SHARES)
+    return tier
+
+
+def store(tier: DiskTier, pages: Sequence[int]) -> None:
+    """Writes pages for their tenants. All must be acknowledged."""
+    for tenant, some in (("", [n for n in pages if n not in OWN]), ("acme", [n for n in pages if n in OWN])):
+        if some:
+            wanted = replace(objects(some, FORM), tenant=tenant)
+            transfer = tier.write(wanted, filled(some, FORM.page_bytes))
+            assert transfer.wait(20)
+            assert transfer.ok.all(), transfer
 
 
 class Script:
@@ -53,20 +68,22 @@ class Script:
         self.step(lambda: self.write([0]))
         self.step(lambda: self.write(range(1, 5)))
         self.step(lambda: self.write(range(5, 18)))
-        self.step(lambda: get(self.tier, [0, 2, 9], FORM))
+        self.step(lambda: self.write(range(90, 95)))
+        self.step(lambda: get(self.tier, [0, 2, 9, 91], FORM))
         self.step(lambda: self.drop([3]))
         for first in range(
             18, 58, 8
         ):  # beyond the capacity: segments are evicted, and pages that were read are copied
             self.step(lambda first=first: self.write(range(first, first + 8)))
-        self.step(lambda: self.drop([50, 51]))
+        self.step(lambda: self.write(range(95, 104)))
+        self.step(lambda: self.drop([50, 51, 92]))
         self.step(lambda: self.write([51, 3]))
         self.step(self.reopen)
         self.step(lambda: self.write(range(58, 63)))
         self.step(lambda: self.drop(range(40, 63)))
         self.step(self.reopen)
         self.step(self.reopen)  # the list of dropped pages is rewritten
-        self.step(lambda: self.write(range(60, 70)))
+        self.step(lambda: self.write([*range(60, 70), 104, 92]))
         self.step(self.close)
 
     def step(self, action: Callable[[], object]) -> None:
@@ -88,8 +105,8 @@ class Script:
         self.close()
         self.open()
 
-    def write(self, pages: range | list[int]) -> None:
-        assert put(self.tier, pages, FORM).ok.all()
+    def write(self, pages: Sequence[int]) -> None:
+        store(self.tier, pages)
         done = len(self.log.operations)
         self.log.acknowledged += [(done, page) for page in pages]
 
@@ -126,8 +143,9 @@ def check_crash(crash: Crash, folder: Path, close_first: bool) -> None:
         opened(folder, capacity=3 * CAPACITY).close()
     check_required(folder, crash.required, crash.where)
     tier = opened(folder)
-    pages = [*[n for n in PAGES if n not in crash.required][:10], *NEW]
-    assert put(tier, pages, FORM).ok.all(), crash.where
+    torn = [n for n in PAGES if n not in crash.required and n not in NEW]
+    pages = [*[n for n in torn if n not in OWN][:10], *[n for n in torn if n in OWN][:4], *NEW]
+    store(tier, pages)
     here = tier.lookup(objects(pages, FORM))
     acknowledged = frozenset(page for at, page in enumerate(pages) if here[at])
     assert acknowledged.issuperset(NEW), crash.where
@@ -182,6 +200,6 @@ def test_a_crash_while_the_directory_is_created_does_not_prevent_opening(
     if lock is not None:
         (folder / "lock").write_bytes(lock)
     tier = opened(folder)
-    assert put(tier, NEW, FORM).ok.all()
+    store(tier, NEW)
     tier.close()
     check_required(folder, frozenset(NEW), "after a crash in the first opening")
