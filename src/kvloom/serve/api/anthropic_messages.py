@@ -440,7 +440,12 @@ class _Reader:
         if control is None:
             return
         ttl = control.get("ttl") or "5m" if isinstance(control, dict) else None
-        if not isinstance(control, dict) or control.get("type") != "ephemeral" or str(ttl) not in TTL_SECONDS:
+        if (
+            not isinstance(control, dict)
+            or control.get("type") != "ephemeral"
+            or not isinstance(ttl, str)
+            or ttl not in TTL_SECONDS
+        ):
             raise bad_request(
                 f'{where}: cache_control must be {{"type": "ephemeral"}}, with a ttl of 5m or 1h',
                 "cache_control",
