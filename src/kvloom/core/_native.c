@@ -23,7 +23,19 @@ static int get(PyObject *object, Py_buffer *view, Py_ssize_t itemsize, int writa
         PyBuffer_Release(view);
         return -1;
     }
+    if ((uintptr_t)view->buf % (uintptr_t)itemsize) {
+        PyErr_Format(PyExc_ValueError, "%s is not aligned to items of %zd bytes; copy it", what, itemsize);
+        PyBuffer_Release(view);
+        return -1;
+    }
     return 0;
+}
+
+/* The loops write while they read, so no argument may share memory with another. */
+static int overlaps(const Py_buffer *a, const Py_buffer *b)
+{
+    const char *x = a->buf, *y = b->buf;
+    return x < y + b->len && y < x + a->len;
 }
 
 static void let_go(Counts *c, int with_out)
@@ -63,6 +75,12 @@ static int open_counts(PyObject *args, Counts *c, int with_out)
     c->pages = c->held.len / 4;
     if (c->kept.len / 4 != c->pages || (with_out && c->out.len / 4 < c->pages)) {
         PyErr_SetString(PyExc_ValueError, "held, kept and out do not fit together");
+        let_go(c, with_out);
+        return -1;
+    }
+    if (overlaps(&c->held, &c->kept) || overlaps(&c->held, &c->ids) || overlaps(&c->kept, &c->ids) ||
+        (with_out && (overlaps(&c->out, &c->held) || overlaps(&c->out, &c->kept) || overlaps(&c->out, &c->ids)))) {
+        PyErr_SetString(PyExc_ValueError, "two arguments share memory");
         let_go(c, with_out);
         return -1;
     }
@@ -111,6 +129,8 @@ static PyObject *retain(PyObject *self, PyObject *args)
         int32_t page = c.p[i];
         if (page && c.h[page] == 0 && c.k[page] == 0)
             return refuse(&c, 0, page, "page %d is free; only a cached page or a page in use can be retained");
+        if (page && c.h[page] > INT32_MAX - c.n)
+            return refuse(&c, 0, page, "page %d is retained too often");
     }
     for (Py_ssize_t i = 0; i < c.n; i++)
         if (c.p[i] && c.h[c.p[i]]++ == 0)
@@ -126,13 +146,14 @@ static PyObject *release(PyObject *self, PyObject *args)
     if (open_counts(args, &c, 1) < 0)
         return NULL;
     for (Py_ssize_t i = 0; i < c.n; i++)
-        if (c.p[i] && --c.h[c.p[i]] < 0) {
+        if (c.p[i] && c.h[c.p[i]] < 1) {
             int32_t page = c.p[i];
-            for (; i >= 0; i--)
+            while (--i >= 0)
                 if (c.p[i])
                     c.h[c.p[i]]++;
             return refuse(&c, 1, page, "page %d is released more often than it was retained");
-        }
+        } else if (c.p[i])
+            c.h[c.p[i]]--;
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];
         if (page && c.h[page] == 0) {
@@ -158,6 +179,8 @@ static PyObject *keep(PyObject *self, PyObject *args)
         int32_t page = c.p[i];
         if (page && c.h[page] == 0 && c.k[page] == 0)
             return refuse(&c, 0, page, "page %d is free and cannot be counted as cached");
+        if (page && c.k[page] > INT32_MAX - c.n)
+            return refuse(&c, 0, page, "page %d is cached too often");
     }
     for (Py_ssize_t i = 0; i < c.n; i++)
         if (c.p[i])
@@ -173,13 +196,14 @@ static PyObject *drop(PyObject *self, PyObject *args)
     if (open_counts(args, &c, 1) < 0)
         return NULL;
     for (Py_ssize_t i = 0; i < c.n; i++)
-        if (c.p[i] && --c.k[c.p[i]] < 0) {
+        if (c.p[i] && c.k[c.p[i]] < 1) {
             int32_t page = c.p[i];
-            for (; i >= 0; i--)
+            while (--i >= 0)
                 if (c.p[i])
                     c.k[c.p[i]]++;
             return refuse(&c, 1, page, "page %d is dropped more often than it was cached");
-        }
+        } else if (c.p[i])
+            c.k[c.p[i]]--;
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];
         if (page && c.k[page] == 0 && c.h[page] == 0) {
@@ -344,6 +368,12 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
         return NULL;
     if (get(open, &o, 1, 1, "open") < 0) {
         PyBuffer_Release(&r);
+        return NULL;
+    }
+    if (overlaps(&r, &o)) {
+        PyBuffer_Release(&r);
+        PyBuffer_Release(&o);
+        PyErr_SetString(PyExc_ValueError, "two arguments share memory");
         return NULL;
     }
     const int64_t *row = r.buf;

@@ -278,7 +278,7 @@ static PyObject *copy(PyObject *self, PyObject *args)
         const uint8_t *at = from.buf, *end = at + from.len;
         Py_BEGIN_ALLOW_THREADS
         for (; at < end; at += run, into += run, out += 8) {
-            memcpy(into, at, (size_t)run);
+            memmove(into, at, (size_t)run); /* the two may overlap */
             uint64_t sum = xxh3(arrived ? into : at, (size_t)run);
             memcpy(out, &sum, 8);
         }

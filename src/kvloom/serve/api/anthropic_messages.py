@@ -301,6 +301,8 @@ def _fields(given: dict[str, Any]) -> MessagesFields:
     thinking, output = given.get("thinking"), given.get("output_config")
     if isinstance(thinking, dict):
         variables = given.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict):
+            raise bad_request("chat_template_kwargs must be an object", "chat_template_kwargs")
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled", **variables}
     if isinstance(output, dict):
         chat["reasoning_effort"] = output.get("effort")
@@ -334,7 +336,10 @@ class _Reader:
         self.breakpoints: list[Breakpoint] = []
 
     def read(self, given: dict[str, Any]) -> None:
-        for place, tool in enumerate(given.get("tools") or ()):
+        tools = given.get("tools") or []
+        if not isinstance(tools, list):
+            raise bad_request("tools must be a list", "tools")
+        for place, tool in enumerate(tools):
             self._mark(tool, f"tools[{place}]")
         if system := given.get("system"):
             self.messages.append({"role": "system", "content": ""})
@@ -435,7 +440,12 @@ class _Reader:
         if control is None:
             return
         ttl = control.get("ttl") or "5m" if isinstance(control, dict) else None
-        if not isinstance(control, dict) or control.get("type") != "ephemeral" or ttl not in TTL_SECONDS:
+        if (
+            not isinstance(control, dict)
+            or control.get("type") != "ephemeral"
+            or not isinstance(ttl, str)
+            or ttl not in TTL_SECONDS
+        ):
             raise bad_request(
                 f'{where}: cache_control must be {{"type": "ephemeral"}}, with a ttl of 5m or 1h',
                 "cache_control",

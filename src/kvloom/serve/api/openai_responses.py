@@ -227,7 +227,10 @@ def _chat(given: dict[str, Any]) -> dict[str, Any]:
         for name in (*REPEATED, "parallel_tool_calls", "tool_choice", "tools", "text", "metadata")
     }
     chat["max_completion_tokens"] = given.get("max_output_tokens")
-    if given.get("top_logprobs") is not None or LOGPROBS in (given.get("include") or ()):
+    include = given.get("include") or []
+    if not isinstance(include, list):
+        raise bad_request(f"include {str(include)[:64]!r} must be a list of texts", "include")
+    if given.get("top_logprobs") is not None or LOGPROBS in include:
         chat |= {"logprobs": True, "top_logprobs": given.get("top_logprobs")}
     chat["tools"] = _tools(given.get("tools"))
     choice = given.get("tool_choice")

@@ -18,7 +18,7 @@ from kvloom.tiers.ttl import expiry_cutoff
 
 from .disk_tier import DiskConfig, DiskTier
 from .files import SystemFiles
-from .recovery import recover
+from .recovery import recover, replaces
 from .segment import SEGMENT_VERSION, Record, Segment
 from .tombstones import Tombstones
 
@@ -58,7 +58,7 @@ class DiskPages(StoredPages):
             self.close()
             raise TierError(f"{config.directory} cannot be read: {error.strerror}") from error
         for record in found.records:
-            if record.is_verified or record.head.key not in self._records:
+            if replaces(self._files, record, self._records.get(record.head.key)):
                 self._records[record.head.key] = record
 
     @property

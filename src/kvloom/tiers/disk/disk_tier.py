@@ -103,9 +103,9 @@ class DiskConfig:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
             )
-        if self.effective_segment_bytes < 2 * BLOCK or self.capacity < 3 * self.effective_segment_bytes:
+        if self.effective_segment_bytes < 3 * BLOCK or self.capacity < 3 * self.effective_segment_bytes:
             raise ValueError(
-                f"capacity={self.capacity} bytes does not fit three segments of {max(self.effective_segment_bytes, 2 * BLOCK)}: one to "
+                f"capacity={self.capacity} bytes does not fit three segments of {max(self.effective_segment_bytes, 3 * BLOCK)}: one to "
                 "write, the next, one to read. Use a larger capacity"
                 + (", or smaller segment_bytes" if self.segment_bytes else "")
             )
@@ -143,6 +143,7 @@ class DiskTier(Tier):
                     config.evict,
                     config.copy_forward,
                     config.ttl,
+                    config.durable == "power",
                 ),
             )
         except BaseException as error:
@@ -285,7 +286,7 @@ class DiskTier(Tier):
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if aligned(max_sealed_bytes(objects.form)) + 2 * BLOCK > self._config.effective_segment_bytes:
+        if aligned(max_sealed_bytes(objects.form)) + 3 * BLOCK > self._config.effective_segment_bytes:
             raise ValueError(
                 f"a page of {size} bytes does not fit a segment of {self._config.effective_segment_bytes} bytes: raise segment_bytes"
             )

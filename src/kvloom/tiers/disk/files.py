@@ -67,12 +67,14 @@ class Files:
         return int(os.fstat(fd).st_mtime)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Allocates disk space, so that a full disk is detected before any write."""
+        """Enlarges the file to `size` bytes. Also allocates disk space if the file system can, so that a full disk is
+        detected before any write."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
+            os.ftruncate(fd, max(size, os.fstat(fd).st_size))
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

@@ -2,9 +2,9 @@
 of writing.
 
 A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the
-second last segment may also have partly written pages. The flag `is_verified` of the records of both segments is
-therefore False. The tier prefers an older, verified copy of such a page. A new write stores the page again. This
-module does not use the tier's shares and index.
+second last segment of an earlier release may also have partly written pages. The flag `is_verified` of the records of
+both segments is therefore False. The tier prefers a verified copy of such a page, or reads the older copy to verify
+it. A new write stores the page again. This module does not use the tier's shares and index.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvloom.tiers.aligned_memory import aligned_bytes
+from kvloom.tiers.stored_page import verify_page
 from kvloom.tiers.transfer import Outcome
 
 from .files import Files, UntrustedFileError
 from .segment import MAX_SEGMENT_NUMBER, Record, Segment
 
-__all__ = ["RecoveredSegments", "recover"]
+__all__ = ["RecoveredSegments", "recover", "replaces"]
 
 
 @dataclass(slots=True)
@@ -71,7 +73,8 @@ def recover(
         else:
             segments[number] = segment
             records = _records(segment, dead, recovered, notes)
-            if segment.end < segment.size:
+            segment.is_complete &= segment.end >= segment.size
+            if not segment.is_complete:
                 for record in (*last.get(segment.owner, ()), *records):
                     record.is_verified = False
             last[segment.owner] = records
@@ -100,3 +103,18 @@ def _records(
         segment.end = segment.size
         recovered.unread.add(segment.number)
     return records
+
+
+def replaces(files: Files, record: Record, before: Record | None) -> bool:
+    """Returns whether `record` replaces an earlier copy of the same page, `before`. If both copies may be incomplete,
+    this reads the earlier copy, and marks it as verified if its bytes are intact."""
+    if before is None or record.is_verified:
+        return True
+    if not before.is_verified:
+        body = aligned_bytes(before.span)
+        try:
+            got = files.read(before.segment.fd, [body], before.offset)
+        except OSError:
+            return True
+        before.is_verified = verify_page(before.head, body[:got]) == Outcome.OK
+    return not before.is_verified

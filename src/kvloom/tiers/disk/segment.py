@@ -132,6 +132,7 @@ class Segment:
         self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
+        self.is_complete = True  # False if a crash or a failed sync may have left partly written pages
         self.oldest = self.newest = (
             0  # times at which the first and the last page were stored; 0 without pages
         )
@@ -242,6 +243,7 @@ class Segment:
                 body += aligned(head.body_bytes)
             at = stop
             self.end = min(stop, aligned(self.size))
+            self.is_complete &= stop <= self.size
 
     def _dated(self, heads: Sequence[Head]) -> list[Head]:
         """Returns the page headers with their write times. A page of an earlier release gets the time of the file's
@@ -310,7 +312,8 @@ class Segment:
         self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
-        return self.end + frame.span <= self.size
+        """Returns whether a frame fits. One block always stays free: only a sealed file ends at its last frame."""
+        return self.end + frame.span + BLOCK <= self.size
 
     def reopen(self, size: int) -> None:
         """Extends the file, so that more frames can be appended."""
@@ -323,10 +326,11 @@ class Segment:
 
     def seal(self) -> None:
         """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more
-        frames."""
-        if self.end < self.size:
-            self._files.truncate(self.fd, self.end)
-            self.size = self.end
+        frames. The file keeps one free block if it is not `is_complete`, so that every later opening knows this."""
+        end = self.end if self.is_complete else self.end + BLOCK
+        if end < self.size or (end > self.size and not self.is_complete):
+            self._files.truncate(self.fd, end)
+            self.size = end
 
     def remove(self) -> None:
         """Removes the file from the directory. The descriptor stays open for readers."""

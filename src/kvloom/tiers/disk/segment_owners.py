@@ -65,7 +65,7 @@ class SegmentOwners:
             owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
             part = min(owner.limit, owner.guaranteed or owner.limit)
             piece = max(part // pieces, min(_PIECE_BYTES, part // 4)) // BLOCK * BLOCK
-            owner.segment_bytes = max(2 * BLOCK, min(piece, self._segment_bytes))
+            owner.segment_bytes = max(3 * BLOCK, min(piece, self._segment_bytes))
             if tenant:
                 self._own[owner.name] = owner
             else:

@@ -22,7 +22,7 @@ from kvloom.tiers.shares import Shares
 from kvloom.tiers.ttl import expiry_cutoff
 
 from .files import Files
-from .recovery import recover
+from .recovery import recover, replaces
 from .segment import MAX_SEGMENT_NUMBER, Frame, Record, Segment
 from .segment_owners import SegmentOwner, SegmentOwners
 from .tombstones import DroppedRecords, Tombstones
@@ -36,7 +36,8 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 class SegmentStoreConfig:
     """Settings of the store. `evict` selects the segment to evict: the oldest, or the least recently used. With
     `copy_forward`, pages of an evicted segment that have been read are copied to a new segment, up to half a
-    segment. `ttl` is the number of seconds after which a page expires. 0 means never."""
+    segment. `ttl` is the number of seconds after which a page expires. 0 means never. With `sync`, a segment is synced
+    before it is sealed, so that a sealed segment has complete pages also after power loss."""
 
     capacity: int
     segment_bytes: int
@@ -44,6 +45,7 @@ class SegmentStoreConfig:
     evict: Literal["oldest", "least-used"] = "least-used"
     copy_forward: bool = True
     ttl: float = 0
+    sync: bool = True
 
 
 class SegmentStore:
@@ -194,7 +196,7 @@ class SegmentStore:
         """Writes a frame to the current segment of a tenant's owner. Lookups find its records only after `publish`. If
         OSError is raised, nothing was stored."""
         need = frame.span
-        if need > self._config.segment_bytes - BLOCK:
+        if need > self._config.segment_bytes - 2 * BLOCK:
             raise OSError(
                 errno.EFBIG,
                 f"a frame of {need} bytes does not fit a segment of {self._config.segment_bytes} bytes",
@@ -202,7 +204,7 @@ class SegmentStore:
         owner = self._owners.of_tenant(tenant)
         current = owner.current
         if current is None or not current.fits(frame) or self._is_old(current):
-            self._grow_segments(owner, need + BLOCK)
+            self._grow_segments(owner, need + 2 * BLOCK)
             self._start_segment(owner)
         segment = owner.current
         if segment is None:
@@ -215,7 +217,7 @@ class SegmentStore:
         except OSError:
             owner.current = None
             with contextlib.suppress(OSError):
-                segment.seal()  # the failed write left no valid frame
+                self._seal(segment)  # the failed write left no valid frame
             raise
         self._dirty.add(segment)
 
@@ -233,11 +235,20 @@ class SegmentStore:
             for segment in dirty:
                 segment.sync()
         except OSError as error:
+            for segment in dirty:
+                segment.is_complete = False
             for owner in self._owners:
                 if owner.current in dirty:
                     owner.current = None
             return error
         return None
+
+    def _seal(self, segment: Segment) -> None:
+        """Seals a segment. Syncs its frames first, if pages must survive power loss. The next `sync` raises the error
+        of this sync."""
+        if self._config.sync and segment in self._dirty:
+            self._sync_error = self._sync_error or self._sync()
+        segment.seal()
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
         """Records dropped objects on disk. Otherwise the tier would find them again after the next opening."""
@@ -275,7 +286,7 @@ class SegmentStore:
             self.index.clear()
         for segment in self._segments.values():
             try:
-                segment.seal()
+                self._seal(segment)
             except OSError as error:
                 self.notes[f"a segment could not be truncated to its length: {error.strerror}"] = None
         self._close_files()
@@ -301,7 +312,7 @@ class SegmentStore:
         before, owner.current = owner.current, None
         if before is not None:
             before.last_used = max(before.last_used, self._clock)  # a write counts as use
-            before.seal()
+            self._seal(before)
         try:
             segment = self._create(owner)
         except OSError as error:
@@ -455,7 +466,7 @@ class SegmentStore:
             [-1, *found.numbers, *(number for number, _ in dead.values())]
         )
         for record in found.records:
-            if record.is_verified or record.head.key not in self.index:
+            if replaces(self._files, record, self.index.get(record.head.key)):
                 self.publish([record])
         shared = self._owners.shared
         self._reopen_last(shared)

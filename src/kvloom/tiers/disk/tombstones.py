@@ -74,6 +74,7 @@ class Tombstones:
         try:
             # Truncate first: a crash here can restore a dropped page, but never a wrong page.
             self._files.truncate(fd, 0)
+            self._files.sync(fd)  # an old line must not return: a later segment may have its number
         finally:
             self._files.close(fd)
         if dead:
