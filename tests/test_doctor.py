@@ -92,7 +92,7 @@ def test_the_json_has_its_schema() -> None:
         ("safetensors", "engine"),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_needed_package_that_is_missing_ends_with_one(module: str, extra: str) -> None:
     done = doctor("--json", hidden=(module,))
     assert (done.returncode, done.stderr) == (1, "")
@@ -102,6 +102,7 @@ def test_a_needed_package_that_is_missing_ends_with_one(module: str, extra: str)
     assert ("kvloom generate" in found["blocks"]) == (extra == "engine")
 
 
+@pytest.mark.slow
 def test_the_text_names_the_remedy() -> None:
     shown = doctor(hidden=("uvicorn",))
     assert shown.returncode == 1
@@ -109,6 +110,7 @@ def test_the_text_names_the_remedy() -> None:
     assert "fix: pip install 'kvloom[serve]'" in shown.stdout
 
 
+@pytest.mark.slow
 def test_an_optional_package_may_be_missing() -> None:
     done = doctor("--json", hidden=("llguidance", "PIL", "uvloop"))
     assert done.returncode == 0
@@ -118,6 +120,7 @@ def test_an_optional_package_may_be_missing() -> None:
     assert [one["blocks"] for one in problems(done, "uvloop")] == [[]]
 
 
+@pytest.mark.slow
 def test_without_the_extensions_it_names_what_replaces_them(tmp_path: Path) -> None:
     shutil.copytree(
         SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__", "hybrid", "*.egg-info")
@@ -136,6 +139,7 @@ def test_without_the_extensions_it_names_what_replaces_them(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_installation_is_not_ready(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "embedded", "*.egg-info")
     shutil.copytree(SOURCE, tmp_path / "src", ignore=ignored)
@@ -149,6 +153,7 @@ def test_a_damaged_installation_is_not_ready(tmp_path: Path) -> None:
     assert [one["blocks"] for one in problems(done, "embedded model is missing")] == [["kvloom serve"]]
 
 
+@pytest.mark.slow
 def test_a_bad_configuration_is_a_problem_of_the_server(tmp_path: Path) -> None:
     file = tmp_path / "kvloom.toml"
     file.write_text("[serve]\nprot = 8001\n")
@@ -157,6 +162,7 @@ def test_a_bad_configuration_is_a_problem_of_the_server(tmp_path: Path) -> None:
     assert [one["blocks"] for one in problems(done, "prot")] == [["kvloom serve"]]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_configured_tier_is_checked(tmp_path: Path) -> None:
     done = doctor("--json", KVLOOM_TIER=f"host:1MiB disk:{tmp_path}/kv:900000TiB")
     assert done.returncode == 0
@@ -165,6 +171,7 @@ def test_the_folder_of_a_configured_tier_is_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "kv").exists()
 
 
+@pytest.mark.slow
 def test_a_low_limit_of_open_files_is_a_warning() -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600)); "

@@ -17,6 +17,7 @@ SIZES = (3, 70, 33, 5, 18)
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("budget", [16, 64, 400], ids=["pieces", "chunks", "whole"])
+@pytest.mark.few(3)
 def test_expanded_prompts(family: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beside decoding requests, in chunks, and after a hit. Pieces have 32 tokens."""
     calls: list[int] = []
@@ -77,6 +78,7 @@ def test_only_sequences_with_many_new_tokens_are_expanded() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.few(1)
 def test_short_prompts_after_a_long_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt stands between short ones in one step."""
     kinds: set[type] = set()

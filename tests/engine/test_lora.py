@@ -87,7 +87,7 @@ def finished(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_a_batch_of_base_and_three_adapters(family: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family)
     engine = own.engine(token_budget=24)
@@ -137,6 +137,7 @@ def test_more_adapters_than_slots_take_turns(family: str, tmp_path: Path) -> Non
     finished(engine)
 
 
+@pytest.mark.slow
 def test_a_waiting_adapter_gets_a_slot_although_others_keep_coming(tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama")
     engine = own.engine(max_loras=1)
@@ -170,6 +171,7 @@ def test_preempted_requests_keep_their_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"n": 3}, {"beam_width": 3, "n": 3}])
+@pytest.mark.few(1)
 def test_samples_and_beams_use_the_adapter_of_their_prompt(settings: dict[str, Any], tmp_path: Path) -> None:
     """The same seeds on an engine of the merged model give the same samples."""
     own = Adapters(tmp_path, "llama")
@@ -188,7 +190,7 @@ def test_samples_and_beams_use_the_adapter_of_their_prompt(settings: dict[str, A
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_restart_loads_pages_of_the_same_version_from_disk(family: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family)
     prompts = drawn(family, 70, 50)
@@ -202,6 +204,7 @@ def test_restart_loads_pages_of_the_same_version_from_disk(family: str, tmp_path
 
 
 @pytest.mark.parametrize("tiers", [[], ["host:8MiB"], ["host:8MiB", "disk"]])
+@pytest.mark.few(1)
 def test_a_reloaded_name_never_hits_pages_of_the_old_version(tiers: list[str], tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama")
     settings: dict[str, Any] = {}
@@ -270,7 +273,7 @@ def test_tenants_with_the_same_adapter_share_no_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "how"), [("llama", "ngram"), ("llama", "suffix"), ("qwen3_next", "suffix")]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_speculation_verifies_with_the_adapter(family: str, how: str, tmp_path: Path) -> None:
     own = Adapters(tmp_path, family)
     engine = own.engine(speculate=how, draft_tokens=4)
@@ -306,6 +309,7 @@ def test_a_draft_model_without_the_adapter_changes_no_token(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.few(1)
 def test_quantised_pages(kv_dtype: str, tmp_path: Path) -> None:
     """The same pages on an engine of the merged model give the same tokens."""
     own = Adapters(tmp_path, "llama")
@@ -323,6 +327,7 @@ def test_quantised_pages(kv_dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_chunked_prompts_and_steps_ahead(ahead: bool, tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama")
     engine = own.engine(token_budget=7, ahead=ahead)
@@ -336,6 +341,7 @@ def test_chunked_prompts_and_steps_ahead(ahead: bool, tmp_path: Path) -> None:
     finished(engine)
 
 
+@pytest.mark.slow
 def test_embeddings_use_the_adapter(tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama", count=1)
     [prompt] = drawn("embed", 20)
@@ -467,6 +473,7 @@ def test_an_activated_adapter_applies_from_its_invocation_tokens_on(family: str,
 
 
 @pytest.mark.parametrize("tiers", [[], ["host:8MiB"]])
+@pytest.mark.few(1)
 def test_blocks_before_the_activation_are_shared_with_the_base(tiers: list[str], tmp_path: Path) -> None:
     own = Activated(tmp_path, "llama")
     [head, tail] = drawn("shared", 53, 20)
@@ -482,6 +489,7 @@ def test_blocks_before_the_activation_are_shared_with_the_base(tiers: list[str],
         finished(engine)
 
 
+@pytest.mark.slow
 def test_base_blocks_of_an_activated_adapter_are_loaded_after_a_restart(tmp_path: Path) -> None:
     own = Activated(tmp_path, "llama")
     [head, tail] = drawn("restart", 53, 20)
@@ -495,6 +503,7 @@ def test_base_blocks_of_an_activated_adapter_are_loaded_after_a_restart(tmp_path
         finished(engine)
 
 
+@pytest.mark.slow
 def test_a_new_version_of_an_activated_adapter_hits_only_base_blocks(tmp_path: Path) -> None:
     own = Activated(tmp_path, "llama")
     engine = own.engine(lora={}, max_loras=1)
@@ -538,6 +547,7 @@ def test_events_name_the_adapter(tmp_path: Path) -> None:
         finished(engine)
 
 
+@pytest.mark.slow
 def test_engines_on_one_model_have_their_own_adapters(tmp_path: Path) -> None:
     own = Adapters(tmp_path, "llama")
     model = copy.deepcopy(own.plain)
@@ -560,6 +570,7 @@ def test_engines_on_one_model_have_their_own_adapters(tmp_path: Path) -> None:
         finished(engine)
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_hands_over_pages_of_an_adapter(tmp_path: Path) -> None:
     """Both workers have the same version, under different names."""
     own = Adapters(tmp_path, "llama")
@@ -635,6 +646,7 @@ def test_prompts_with_images_use_their_adapter(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.few(1)
 def test_a_pin_keeps_the_pages_of_an_adapter(activated: bool, tmp_path: Path) -> None:
     own = Activated(tmp_path, "llama") if activated else Adapters(tmp_path, "llama")
     llm = LLM(copy.deepcopy(own.plain), pool_bytes=POOL, lora=own.paths)
@@ -650,6 +662,7 @@ def test_a_pin_keeps_the_pages_of_an_adapter(activated: bool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{"lora": {"a": "missing"}}, {"max_loras": 2}])
+@pytest.mark.few(1)
 def test_a_model_with_its_own_cache_refuses_adapters(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="one sequence after the other"):
         make_engine(tiny("bloom"), POOL, **settings)

@@ -67,6 +67,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "slots", "rank", "inputs", "outputs"), SHAPES)
+@pytest.mark.few(2)
 def test_grouped_products_add_the_term_of_each_token(
     tokens: int, slots: int, rank: int, inputs: int, outputs: list[int], dtype: torch.dtype
 ) -> None:
@@ -111,6 +112,7 @@ def test_one_part_of_a_joined_product() -> None:
             assert far(again, wanted) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_result_of_a_token_does_not_depend_on_other_tokens() -> None:
     weights, x, of = stacked(4, 16, 200, [96]), randn(300, 200), random_slots(300, 4)
     of[7] = 2

@@ -97,7 +97,7 @@ def reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], to
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_path: Path) -> None:
     if IS_OLDER and family in NEED_NEWER:
         pytest.skip(f"transformers {transformers.__version__} is too old for {family}")
@@ -135,7 +135,7 @@ def test_the_table_in_the_documents_is_current() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(families_table.REFUSED))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_family_that_cannot_run_is_refused_with_its_reason(family: str) -> None:
     if family not in EVERY:
         pytest.skip("transformers cannot build its config without a checkpoint")
@@ -144,7 +144,7 @@ def test_a_family_that_cannot_run_is_refused_with_its_reason(family: str) -> Non
 
 @pytest.mark.parametrize("family", ["bloom", "deepseek_v32", "falcon", "gpt_neo", "minimax_m3_vl_text"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_quantised_pages_of_models_with_their_own_cache(family: str, kv_dtype: str) -> None:
     """Tokens of a prompt that is computed whole are exact. Later tokens read quantised K and V, and stay close."""
     model = lively(family)

@@ -46,6 +46,7 @@ def fuse_all(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("family", "changes", "form"), CASES)
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.few(3)
 def test_tokens_are_those_of_generate(
     family: str, changes: dict[str, Any], form: str, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_call_without_pages_runs_the_own_forward() -> None:
 
 
 @pytest.mark.parametrize(("family", "changes", "form"), CASES[1:3])
+@pytest.mark.few(1)
 def test_adapters_change_fused_projections(
     family: str, changes: dict[str, Any], form: str, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def _flags(command: Any) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
+@pytest.mark.slow
 def test_every_alert_names_metrics_that_are_served(server: Running) -> None:
     server.complete(prompt="something", max_tokens=2)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -203,6 +204,7 @@ def test_the_image_has_a_pinned_base_a_user_and_a_health_check() -> None:
         ), line
 
 
+@pytest.mark.slow
 def test_the_health_check_of_the_image_answers(server: Running) -> None:
     check = re.search(r'HEALTHCHECK .*?CMD \["python", "-c", "(.*?)"\]', DOCKERFILE.read_text(), re.DOTALL)
     assert check is not None

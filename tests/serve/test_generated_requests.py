@@ -219,6 +219,7 @@ IDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", IDS, ids=repr)
 def test_token_ids_out_of_range_are_refused(server: Running, ids: object) -> None:
     for fields in (
@@ -235,6 +236,7 @@ def test_token_ids_out_of_range_are_refused(server: Running, ids: object) -> Non
             assert status == 400 or (status == 200 and ids in ([], [[]])), (path, fields, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit", ["²", "9" * 5000, "٣", "-1", "0", "1_0", "+5", " 5", "1e2", "", "\x00", "nan"]
 )
@@ -245,6 +247,7 @@ def test_a_limit_that_is_no_number_is_refused(server: Running, limit: str) -> No
     assert len(found["error"]["message"]) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "name", "fields"),
     [

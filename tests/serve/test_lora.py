@@ -144,6 +144,7 @@ def test_loading_needs_an_admin_key_and_an_allowed_folder(server: Running, shelf
     assert "there is no adapter_config.json" in refusal["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_has_the_same_adapters(
     server: Running, expected: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_restarted_engine_has_the_same_adapters(
         (["--lora-dir", "SHELF"], "--lora-dir needs slots for adapters: add --max-loras N"),
     ],
 )
+@pytest.mark.few(1)
 def test_options_that_cannot_work_are_refused(
     folder: Path, shelf: Path, arguments: list[str], reason: str
 ) -> None:

@@ -181,6 +181,7 @@ def test_the_script_has_every_operation_and_every_crash() -> None:
 
 
 @pytest.mark.parametrize("durable", ["power", "process"])
+@pytest.mark.few(1)
 def test_a_crash_loses_no_acknowledged_page(folder: Path, durable: str) -> None:
     check_every(durable, folder, 17)
 
