@@ -1,10 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
-visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time since
-its last use, the turn number and pause of its conversation, and the number of new tokens and the finish reason of
-its last request. `ReuseModel` learns from these features when entries are used again. This file chooses the
-samples, and computes priorities from the model.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit: it
+is the next turn of the same conversation. The features of an entry are its number of uses, the time since its last use,
+its tenant, the turn number and pause of its conversation, and the number of new tokens and the finish reason of its
+last request. `ReuseModel` learns from these features when entries are used again. This file chooses the samples, and
+computes priorities from the model.
 
 | entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
@@ -38,7 +38,7 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after requests of different conversations have used it in turn this many times."""
+"""An entry counts as shared after a request of another conversation has used it this many times."""
 
 
 class Visit(ReuseHistory):
@@ -124,8 +124,9 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` may be evicted together. The policy expects each of them to
-        be used again at most as often as the last one."""
+        """Return how many tokens at the end of `entry` may be evicted together. If most returning requests do not use
+        the last tokens of the entry's visit, these are evicted first: the result is the number of such tokens in
+        `entry`. Otherwise the result is the number of all tokens of `entry`."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens

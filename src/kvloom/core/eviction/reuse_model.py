@@ -80,8 +80,9 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use of tokens ends. `values` are the feature values. Returns the number of the sample,
-        or -1 if it is skipped. Under heavy traffic only some samples are taken."""
+        """Start a sample when a use of tokens ends. `values` are the feature values, and `weight` is the weight of the
+        sample in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under heavy traffic only
+        some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -202,8 +203,8 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age in seconds before which the share SEEN of all reuses happens. Samples without a reuse so
-        far do not reduce this age."""
+        """Return the age in seconds before which the fraction SEEN of all expected reuses happens. Samples without a
+        reuse so far do not reduce this age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
@@ -247,8 +248,8 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Prior of the hazard times the age. The product is the same for every age. Without data, the least recently used
-entry is therefore evicted first."""
+"""Without data, the hazard at an age is assumed to be PRIOR divided by the age. The least recently used entry is then
+evicted first."""
 READS, GONE = 40.0, 600.0
 """Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
 users have left after GONE seconds."""

@@ -254,9 +254,9 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose page comes
-        from a tier, this is the end of that block, because tiers store the full block. In models with states it is
-        always `resume`."""
+        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose pages come
+        from a tier, the position is the end of that block, because the tier has the full block. In models with states,
+        the position is always `resume`."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume

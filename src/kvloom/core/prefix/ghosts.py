@@ -1,4 +1,5 @@
-"""Ghosts: records of recently evicted tokens. They explain misses and train policies. They own no pages."""
+"""Ghosts: records of recently evicted tokens. They provide the miss reason "evicted", and histories for learning
+policies. They own no pages."""
 
 from __future__ import annotations
 

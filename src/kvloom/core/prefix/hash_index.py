@@ -102,7 +102,9 @@ class HashIndex(Generic[HashKey]):
         place: str,
         tail_tokens: int = 0,
     ) -> None:
-        """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain after `parent`."""
+        """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain: `parent` is the
+        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, the only hash
+        covers a partial last block of this many tokens."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0
@@ -298,8 +300,8 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed from its pages.
-        Entry i belongs to place number i. Partial last blocks are ignored.
+        """Return, for each place (for example a worker), the length at which a prompt can resume with the pages of this
+        place. Entry i belongs to place number i. Partial last blocks are ignored.
 
         `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and
         groups, combine their bits with `|` first. Without windows and states, the cost is one comparison per block,

@@ -1,7 +1,7 @@
 """Pages in transfer: reservations that a load job fills, and offload batches that a tier reads.
 
-Reservations and batches retain their pages, and their bytes are charged to the tenant. The pages must not move until
-the transfer ends.
+Reservations and batches retain their pages. The bytes of these pages are charged to the tenant. Compaction must not
+move pages that a transfer reads or writes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt. Row b of the page ids contains the pages of block b. `to_load` marks the
-    pages that the load job must fill.
+    """The pages reserved for one prompt (`data`, token ids as bytes), so that it can resume at `resume`.
+
+    `rows` contains the page ids, with the pages of block b in row b. `to_load` marks the pages of `rows` that the load job
+    must fill. `hashes[b]` is the hash of block b. `states` contains the page ids of the state snapshot, or is None, and
+    `state_hash` is its hash. The pages end at token `end`. They are published after `node`, which is locked until then.
     """
 
     __slots__ = (
@@ -85,8 +88,8 @@ class PagesInTransfer:
         self._batches: dict[int, OffloadBatch] = {}
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the page ids of every reservation and batch. Compaction moves only pages that are not pinned in
-        place."""
+        """Yield the page ids of every reservation and batch. Compaction may move some of these pages, but not the pages
+        that are pinned in place."""
         for reservation in self._reservations.values():
             yield self._pages, reservation.rows
             if reservation.states is not None:

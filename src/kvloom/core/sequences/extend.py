@@ -129,8 +129,8 @@ def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate the live states of a sequence, and queue the copy of the snapshot into them. The pages must already be
-    charged to the account."""
+    """Allocate the live states of a sequence. If the sequence resumes from a snapshot, queue the copy of the snapshot
+    to the live states. The pages must already be charged to the account."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
