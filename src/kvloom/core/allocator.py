@@ -132,7 +132,7 @@ class Allocator:
                 break
             if (
                 victim.used <= victim.in_use
-            ):  # all pages of the entry are in use or in transfer, so its eviction would free none
+            ):  # all pages of the account are in use or in transfer, so an eviction would free none
                 break
             few = min(slabs, -(-left // self._slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):

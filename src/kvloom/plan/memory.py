@@ -154,7 +154,7 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Return the length of the text stream of one request in tokens. It includes image tokens if the model places them
+    """Return the number of tokens of one request in text layers. It includes image tokens if the model places them
     between the text tokens."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)

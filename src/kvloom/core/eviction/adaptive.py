@@ -38,7 +38,7 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after a request of another conversation has used it this many times."""
+"""An entry counts as shared after it was used this many times by a request of another conversation than before."""
 
 
 class Visit(ReuseHistory):

@@ -142,8 +142,8 @@ class LearningPolicy(Policy, Protocol):
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together. The policy computes the priority of
-        the other tokens again afterwards."""
+        """Return how many of the last tokens of `entry` may be evicted together. The queue then computes the priority
+        of the remaining tokens again."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:

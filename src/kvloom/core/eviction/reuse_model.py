@@ -248,8 +248,8 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Without data, the hazard at an age is assumed to be PRIOR divided by the age. The least recently used entry is then
-evicted first."""
+"""Until the first fit, the hazard at an age is PRIOR divided by the age. The least recently used entry is then evicted
+first."""
 READS, GONE = 40.0, 600.0
 """Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
 users have left after GONE seconds."""
