@@ -1,8 +1,9 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run (the
-pages of one image). One policy orders all entries. A window page that no checkpoint needs is evicted before any entry.
-The allocator only chooses the entry to evict. The tree or the media cache then drops the pages of the entry.
+An entry is a part of the cache that can be evicted alone. There are three kinds: the last blocks of a leaf, a
+checkpoint, and a media run (the pages of one image). One policy orders all entries. A window page that no checkpoint
+needs is evicted before any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops
+the pages of the entry.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Allocator:
 
         The allocator first checks whether eviction can free enough bytes. If it cannot, usually nothing is evicted. The
         check counts bytes, but the pool needs whole slabs. If slabs have several pages, the eviction may therefore fail
-        after some pages were evicted: the remaining pages are protected by the guaranteed shares of other tenants.
+        after some pages were evicted. The guaranteed shares of other tenants then protect the remaining pages.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1

@@ -165,14 +165,13 @@ class KVCache:
         return match.root_hash + item.digest in self.state.media_cache
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. With `across_tenants`, other tenants' prefixes are searched,
-        too. Show that result only to operators, because it reveals prompts of other tenants. Does not modify the
-        cache. O(roots)."""
+        """Return the reason why the hit is not longer. With `across_tenants`, prefixes of other tenants are also
+        searched. Show the result of such a search only to operators, because it reveals prompts of other tenants. Does
+        not modify the cache. O(roots)."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the length at which the prompt could resume if the pages in `index` were available, too. Hashes the
-        prompt."""
+        """Return the length at which the prompt could resume with the pages in `index` alone. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property
@@ -205,8 +204,8 @@ class KVCache:
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
-        """Reserve pages for `n` more tokens of many open sequences, given by their row numbers. `n` is one number,
-        or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
+        """Reserve pages for `n` more tokens of many open sequences. `rows` contains their row numbers. `n` is one
+        number, or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
         pages are missing, no sequence is extended. The cost grows with the number of sequences that need a new
         block."""
         return extend_many(self.state, rows, n)
@@ -368,7 +367,8 @@ class KVCache:
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
-        """Return the page copies to make, in order, before the next step. Call it once per step."""
+        """Return the page copies that the engine must make, in order, before the next step. Call this method once per
+        step."""
         return self.state.copies.take()
 
     def free_pages(self, tokens: int, tenant: str = "") -> int:

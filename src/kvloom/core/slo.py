@@ -1,5 +1,5 @@
-"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether it
-may start.
+"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether the
+request may start.
 
     steps ──observe──▶ StepTimes      seconds of a step, from its prompt tokens, decoding requests and context
     queue ──Backlog──▶ predict        TTFT and TBT at the moment at which the request's prefill would end
@@ -229,8 +229,8 @@ class Prediction:
 
     `ttft` is the time to the first token, and `tbt` the time between tokens. `idle_ttft` and `idle_tbt` are the same
     times on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
-    context). The last step of this prefill may also compute other prompts. `others_due` is the time until the first
-    token of one of these prompts is due.
+    context). The last step of this prefill may also compute other prompts. `others_due` is the shortest time until the
+    first token of such a prompt is due.
     """
 
     ttft: float
@@ -257,7 +257,7 @@ class Verdict(Enum):
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A verdict. `reason` explains a refusal. `retry_seconds` is the time until this worker can probably meet the
-    objective. It is None if the worker could not meet the objective even without other requests."""
+    objective. `retry_seconds` is None if the worker could not meet the objective even without other requests."""
 
     verdict: Verdict
     reason: str = ""

@@ -24,8 +24,8 @@ class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
     A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED blocks
-    without such a page also stay, because a block may be in transfer: it has left the pool, and its tier reports it
-    only after the transfer. Takes about 300 bytes per block.
+    without such a page also stay. One of them may be in transfer: such a block has left the pool, but its tier has not
+    reported it yet. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:

@@ -11,7 +11,7 @@ not published.
 
 Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these events
 have no parent and no tokens, unless `EventSettings.tier_tokens` is set. A block that moves from the pool to host memory
-causes two events: one for the storage in CPU, and one for the removal from GPU.
+causes two events: stored in CPU, and removed from GPU.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class WirePublisher:
 
     def _wire_stored(self, event: Stored, is_first: bool) -> list[WireEvent]:
         """Return the events to send for one stored event: one per layer group, the full-attention group first.
-        `is_first` states that the first block starts a prompt, so it has no parent."""
+        `is_first` states that the first block starts a prompt. The parent is then None."""
         medium = MEDIUM_NAMES.get(event.medium, "STORAGE")
         hashes = self._hashes(event.hashes)
         parent = None if is_first else self._hashes([event.parent])[0]

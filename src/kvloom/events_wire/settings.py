@@ -12,8 +12,8 @@ __all__ = ["EventSettings", "is_local", "offset_port"]
 
 @dataclass(frozen=True, slots=True)
 class EventSettings:
-    """The addresses at which a worker publishes events, and their format. Both are ZMQ addresses to bind, such as
-    tcp://127.0.0.1:5557: `endpoint` sends the batches, and `replay` answers requests for past batches and snapshots.
+    """The addresses at which a worker publishes events, and their format. `endpoint` sends the batches, and `replay`
+    answers requests for past batches and snapshots. Both are ZMQ addresses to bind, such as tcp://127.0.0.1:5557.
 
     `hashes` selects how block hashes are sent. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
     "bytes" sends whole hashes. `topic` is the first frame of each batch. `encoding` selects how events are sent: as

@@ -10,8 +10,8 @@ from kvloom.core import BlockRemoved, BlockStored, Event, unit_hashes
 __all__ = ["TierBlocks"]
 
 Changes = Iterable[tuple[bool, bytes, int, bytes]]
-"""Changes of pages. Each change is a tuple: whether the page was stored (else removed), its block hash, its layer
-group, and the fingerprint of its form (byte layout)."""
+"""Changes of pages. A change is a tuple: True if the page was stored or False if it was removed, block hash, layer
+group, and fingerprint of the page's form (byte layout)."""
 
 
 class TierBlocks:

@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The dtype of K and V. If layer groups have different dtypes, all of them, separated by commas. None for a
-        model that has only states."""
+        """The dtype of K and V. If layer groups have different dtypes, the text lists all of them, separated by commas.
+        None for a model that has only states."""
         kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
         return ", ".join(dict.fromkeys(kept)) or None
 

@@ -1,8 +1,8 @@
 """Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
-(the pages of one image). A policy has no access to tokens or pages. The queue computes an entry's priority when the
-entry is queued, and again before it is evicted.
+An entry is a part of the cache that can be evicted alone. There are three kinds: the last blocks of a leaf, a
+checkpoint, and a media run (the pages of one image). A policy has no access to tokens or pages. The queue computes an
+entry's priority when the entry is queued, and again before it is evicted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""Rank of entries at which no prompt can resume, and of entries of ended sessions. It is below any priority of a
-request."""
+"""Rank of entries at whose end no prompt can resume, and of entries of ended sessions. FIRST is below any priority that
+a request sets."""
 
 
 class ReuseHistory:
@@ -151,7 +151,7 @@ class LearningPolicy(Policy, Protocol):
         block of the hit, or the root if the hit has no full block. If the hit ended because the next tokens were
         evicted, `ghost` is their history, otherwise None.
 
-        Return the history of this request. The cache passes it to `on_close`.
+        Return the history of this request. The cache passes this history to `on_close`.
         """
         ...
 

@@ -25,7 +25,7 @@ class EvictionQueue(Generic[E]):
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|
     | push        | O(log n)                                                                             |
-    | next_victim | O(log n) amortised: the top entry moves down only if it was used meanwhile |
+    | next_victim | O(log n) amortised: the top entry moves down only if it was used meanwhile           |
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -64,8 +64,8 @@ class EvictionQueue(Generic[E]):
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
         """Return the sort key: the rank of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. They are ordered by their first waiting
-        request. The entry whose request is scheduled latest is evicted first.
+        Within a rank, entries that waiting requests will hit come last. Among these, the first waiting request of each
+        entry decides: the entry whose request is scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]

@@ -30,7 +30,7 @@ _FINE = 8.0
 _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
 BINS = len(_EDGES)
-"""Number of age bins. They cover 8 · 1.25^36 seconds, about 7 hours; the last bin includes older samples."""
+"""Number of age bins. The bins cover 8 · 1.25^36 seconds, about 7 hours. The last bin includes all higher ages."""
 _LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
 
@@ -107,8 +107,8 @@ class ReuseModel:
             self._away[number % self.window] = away
 
     def _adjust_stride(self, now: float) -> None:
-        """Take fewer samples if the samples in the window cover less than SPAN seconds. Take more if they cover much
-        more."""
+        """Take fewer samples if the samples in the window cover less than SPAN seconds. Take more samples if they cover
+        more than four times SPAN."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -213,8 +213,8 @@ class ReuseModel:
     def _tabulate(self, baseline: Floats) -> None:
         """Compute the table of `index` values, at the start of every age bin, for each stratum and level.
 
-        Each value solves an optimal stopping problem: keeping a page costs one per second, a reuse earns one, and
-        the page is dropped at the best time.
+        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
+        page is dropped at the best time.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(

@@ -112,7 +112,7 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
-        """Return the first token that the query at `position` sees. The result must not decrease as `position` grows."""
+        """Return the first token that the query at `position` sees. The result must not fall as `position` grows."""
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:

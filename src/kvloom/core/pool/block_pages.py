@@ -147,7 +147,7 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Count one prefix cache entry less for each page in `rows`. Returns the number of bytes that are now free."""
+        """Count one prefix cache entry fewer for each page in `rows`. Returns the number of bytes that are now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0

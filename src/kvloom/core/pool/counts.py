@@ -1,9 +1,9 @@
 """Page counts in numpy. Used if the native loops are not built. The results are the same.
 
 All functions take two int32 arrays with one count per page. `in_use` counts references of sequences, pins and
-transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. If a
-count does not allow a call (for example, a page to allocate is not free), the call raises ValueError, names the page
-and changes nothing.
+transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. A call
+that the counts do not allow, such as the allocation of a page that is not free, raises ValueError. The error names the
+page, and no count is changed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Count one prefix cache entry less for each page. Returns how many pages are now free, and writes the ids of these
-    pages to `out`."""
+    """Count one prefix cache entry fewer for each page. Returns how many pages are now free, and writes the ids of
+    these pages to `out`."""
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)

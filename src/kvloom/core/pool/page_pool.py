@@ -269,7 +269,7 @@ class PagePool:
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Count one prefix cache entry less for each page. Returns how many pages became free."""
+        """Count one prefix cache entry fewer for each page. Returns how many pages became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -312,7 +312,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid compaction to move these pages (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move these pages (`count` is 1), or allow the move again (`count` is -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():

@@ -1,5 +1,5 @@
-"""Hash index: maps each block hash to its parent hash and to the places (for example tiers or workers) and layer
-groups that have its pages. Only events fill the index.
+"""Hash index: maps each block hash to its parent hash, and to the places and layer groups of its pages. A place is, for
+example, a tier or a worker. Only events fill the index.
 
 Tiers, restarted servers, peers and routers use this index. It contains no tokens and no pages. A hash is bytes, or an
 integer if the events contain integers.
@@ -258,7 +258,7 @@ class HashIndex(Generic[HashKey]):
     ) -> int:
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
-        `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
+        `places` restricts the search to these places. For example, a router passes one worker. `tail(parent, start,
         length)` returns the hash of a partial last block of the prompt. If `tail` is given and the model has states,
         partial blocks can also match. `root` is the parent of the first hash. It is needed to match a partial first
         block.

@@ -26,11 +26,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt (`data`, token ids as bytes), so that it can resume at `resume`.
+    """The pages reserved for one prompt (`data`, token ids as bytes). The prompt can resume at `resume` after the load.
 
-    `rows` contains the page ids, with the pages of block b in row b. `to_load` marks the pages of `rows` that the load job
-    must fill. `hashes[b]` is the hash of block b. `states` contains the page ids of the state snapshot, or is None, and
-    `state_hash` is its hash. The pages end at token `end`. They are published after `node`, which is locked until then.
+    Row b of `rows` contains the page ids of block b, and `hashes[b]` is its hash. `to_load` marks the pages that the
+    load job must fill. `states` contains the page ids of the state snapshot, or is None. `state_hash` is the hash of
+    the snapshot. The pages end at token `end`. They are published after `node`, which is locked until then.
     """
 
     __slots__ = (
@@ -132,7 +132,8 @@ class PagesInTransfer:
         del self._reservations[id(reservation)]
 
     def pin_in_place(self, reservation: Reservation, count: int) -> None:
-        """Forbid compaction to move the pages that a transfer writes (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move the pages that a transfer writes (`count` is 1), or allow the move again (`count`
+        is -1)."""
         for columns, rows in self._to_fill(reservation):
             for cls, ids in columns.by_class(rows):
                 columns.pool.pin_in_place(cls, ids[ids > 0], count)

@@ -246,7 +246,7 @@ class Lookup:
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the length at which the prompt could resume if the pages in `index` were available, too."""
+        """Return the length at which the prompt could resume with the pages in `index` alone."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

@@ -42,7 +42,7 @@ class EventPublisher:
     @property
     def resolve(self) -> Callable[[int], bytes] | None:
         """A function that maps the id of a media token to the digest of its content. None until the first media token
-        gets an id. Hashing then skips the search for media tokens."""
+        gets an id. While the value is None, hashing does not search for media tokens."""
         return self._media_ids.digest_of if self._media_ids.used else None
 
     def hash_before(self, node: Node) -> bytes:

@@ -82,8 +82,8 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the page ids of the first `stop` tokens along a path, one row per block. The result is a view if
-        the first node has all of them."""
+        """Return the page ids of the first `stop` tokens along a path, one row per block. If the first node has all
+        these tokens, the result is a view of its page ids."""
         block = self.block
         if not path:
             return self._no_rows
@@ -193,8 +193,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
-        if no other request uses the node or has hit it, and if the retention is the same."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only if
+        no other request uses the node or has hit it, and if the node has the given retention."""
         return (
             node.parent is not None
             and not node.children

@@ -27,8 +27,8 @@ def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
     """Return the page ids of the next blocks that can become cold, at most `most` blocks. The result is indexed
     [blocks, columns]. Columns of windowed groups contain 0.
 
-    These blocks are full, and all layers have computed them, including recurrent layers. All queries of a step then
-    come after the cold tokens. Run the pending copies before you read the pages.
+    These blocks are full, and all layers have computed them, including recurrent layers. The queries of later steps
+    therefore come after the cold tokens. Run the pending copies before you read the pages.
     """
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks
