@@ -203,7 +203,8 @@ def elapsed(words: str, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """If `shown`, show a progress bar on stderr, and yield a function of done and total. Otherwise yield None."""
+    """If `shown`, show a progress bar on stderr, and yield a function that sets its done and total counts. Otherwise
+    yield None."""
     if not shown:
         yield None
         return

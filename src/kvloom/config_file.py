@@ -40,7 +40,7 @@ CONFIGURABLE = ("serve", "generate", "chat", "route")
 SHARED = "engine"
 """The table of the file whose values apply to all commands that run an engine."""
 MODELS = "models"
-"""The table of tables for single models."""
+"""The table of the file that contains one table per model: [models.NAME]."""
 PREFIX = "KVLOOM_"
 READ_BY_COMMANDS = ("api_key",)
 """Arguments that this module does not set from the environment. Their commands read the variable themselves."""
@@ -65,10 +65,10 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 def apply_configuration(
     command: str, parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], dict[str, Source]]:
-    """Return `argv` with the values of file and environment inserted before it. Also return these values by the
-    argument's destination.
+    """Return `argv`, preceded by options with the values from the file and the environment. Also return these values as
+    a dictionary. Its keys are the destinations of the arguments in argparse.
 
-    Only options are inserted. The configured value of a positional argument becomes its default in `parser`.
+    Positional arguments are not inserted. Their configured values become defaults in `parser`.
     """
     found = configured_arguments(command, parser, argv, os.environ)
     flags = {action.dest for action in parser._actions if action.option_strings}
@@ -80,10 +80,10 @@ def apply_configuration(
 def configured_models(
     path: str | None, parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> dict[str, argparse.Namespace]:
-    """Return the arguments of each model that has a table [models.NAME] in the file, by name.
+    """Return the arguments of each model that has a table [models.NAME] in the file, by the name of the model.
 
-    They are the arguments in `given`, overridden by the table. `parser` has the arguments that a table may contain.
-    `model` is None in the result if the table does not set it.
+    The arguments of a model are those in `given`, overridden by its table. `parser` has the arguments that a table may
+    contain. If the table does not set `model`, it is None in the result.
     """
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found = {}
@@ -100,8 +100,8 @@ def configured_models(
 
 
 def model_tables(path: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the tables [models.NAME] of the configuration file, by name: a text that locates the table, for errors,
-    and its entries. Without `path`, the file in $KVLOOM_CONFIG is read.
+    """Return the tables [models.NAME] of the configuration file, by name. Each is a pair: a text that locates the table
+    in error messages, and its entries. If `path` is None, reads the file in $KVLOOM_CONFIG.
     """
     path = path or os.environ.get(f"{PREFIX}CONFIG")
     found = {}
@@ -118,7 +118,8 @@ def configured_arguments(
     argv: Sequence[str],
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Source]:
-    """Return the values of file and environment by the argument's destination. Raises ValueError for unknown keys.
+    """Return the values from the file and the environment, by the argument's destination in argparse. Raises ValueError
+    for unknown keys.
 
     Arguments that are present in `argv` are left out."""
     given = [word.partition("=")[0] for word in argv if word.startswith("-") and word != "-"]

@@ -1,8 +1,9 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
-(the pages of one image). One policy orders all entries. A window page that no checkpoint needs is evicted before
-any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops its pages.
+An entry is a part of the cache that can be evicted alone. There are three kinds: the last blocks of a leaf, a
+checkpoint, and a media run (the pages of one image). One policy orders all entries. A window page that no checkpoint
+needs is evicted before any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops
+the pages of the entry.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Allocator:
         self._slab_bytes = slab_bytes
         self._block_bytes = tree.pages.row_bytes
         self.evicted: defaultdict[str, int] = defaultdict(int)
-        """Number of evictions by kind: blocks, window (unneeded window pages), snapshot, media. A Counter would take
-        three times as long to count one."""
+        """Number of evictions by kind: blocks, window (window pages that no checkpoint needs), snapshot, media. A
+        Counter would take three times as long per eviction."""
         self.idle_seconds = Histogram()
         """Histogram of the seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
@@ -80,9 +81,9 @@ class Allocator:
         """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
         of missing pages, or 0 on success.
 
-        The allocator first checks whether eviction can succeed. If it cannot, usually nothing is evicted. The check
-        counts shares of tenants in bytes. If a slab has several pages, the share of another tenant may therefore
-        stop the eviction after some pages were evicted.
+        The allocator first checks whether eviction can free enough bytes. If it cannot, usually nothing is evicted. The
+        check counts bytes, but the pool needs whole slabs. If slabs have several pages, the eviction may therefore fail
+        after some pages were evicted. The guaranteed shares of other tenants then protect the remaining pages.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -132,7 +133,7 @@ class Allocator:
                 break
             if (
                 victim.used <= victim.in_use
-            ):  # all pages of the entry are in use or in transfer, so its eviction would free none
+            ):  # all pages of the account are in use or in transfer, so an eviction would free none
                 break
             few = min(slabs, -(-left // self._slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):
@@ -140,8 +141,8 @@ class Allocator:
         return self.evicted_bytes > before
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed. Slabs with pages in
-        use or pending copies are not removed.
+        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed. Slabs that still have
+        pages in use or pending copies are not removed.
         """
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
@@ -209,8 +210,8 @@ class Allocator:
         return total
 
     def reachable(self, account: Account) -> int:
-        """Return the number of bytes that are free or that `account` may evict. An account may evict its own pages,
-        and pages of accounts above their shares.
+        """Return the number of bytes that are free or that `account` may evict. An account may evict its own cached
+        pages, and cached pages of other accounts as far as `Accounts.evictable` allows.
         """
         others = (a for a in self._accounts.accounts.values() if a is not account)
         evictable = sum(self._accounts.evictable(a, account) for a in others)
@@ -222,8 +223,8 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` slabs may be evicted from `victim` for `requester`. An eviction for another
-        account stops at the share of `victim`, but the result is at least 1."""
+        """Return how many of `slabs` slabs may be evicted from `victim` for `requester`. If `requester` is another
+        account, only memory above the guaranteed share of `victim` counts. The result is at least 1."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
@@ -237,8 +238,9 @@ class Allocator:
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict pages of `account` that fill about `slabs` slabs. Unneeded window pages come first, then the next
-        entry of the account's eviction queue. Returns False if there is nothing to evict."""
+        """Evict unneeded window pages of one node of `account`. If there are none, evict the next entry of the
+        account's eviction queue. Evicts only as many blocks of a node as fill about `slabs` slabs. Checkpoints and
+        media runs are evicted whole. Returns False if there is nothing to evict."""
         queue, before = account.queue, account.used
         size = self._block_bytes
         rows = -(-slabs * self._slab_bytes // size) if size else 1  # blocks whose pages fill `slabs` slabs

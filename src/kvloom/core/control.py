@@ -1,4 +1,5 @@
-"""The caching options of a request, and the checkpoint policy of a cache. Both are frozen and validated when created."""
+"""The caching options of a request, and the checkpoint policy of a cache. Both are immutable and are validated when
+created."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 @dataclass(frozen=True, slots=True)
 class RetainRange:
     """The eviction priority of tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
-    later than other tokens. Tokens with a negative priority are evicted earlier."""
+    later than other tokens. Tokens with a negative priority are evicted earlier. If `stop` is None, the range has no
+    end. If `ttl` is None, the priority does not expire."""
 
     start: int = 0
     stop: int | None = None
@@ -31,8 +33,9 @@ class CacheControl:
     """Caching options of one request.
 
     `tenant`, `adapter` and `salt` are part of the root of the block hashes. With `store`, computed blocks are
-    published. With `read`, cached blocks are looked up. `lossy` accepts pages that a tier re-encoded to int8 or
-    fp8. Lossy requests share blocks only with lossy requests.
+    published, so that other requests can hit them. With `read`, cached blocks are looked up. `session` identifies the
+    session for `KVCache.end_session`. `retain` sets eviction priorities of token ranges. `lossy` accepts pages that a
+    tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
     """
 
     tenant: str = ""

@@ -14,12 +14,13 @@ __all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Pages of `groups` were stored in `medium` for each of `hashes`. The hashes form a chain after `parent`.
+    """For each of `hashes`, the pages of the layer groups `groups` were stored in `medium`. The hashes form a chain:
+    `parent` is the parent of the first hash, and each hash is the parent of the next hash.
 
-    If `tail_tokens` is 0, each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial
-    last block of `tail_tokens` tokens. `tokens` are the token ids of all hashes, as bytes. A token of an image has a
-    negative id, which stands for the content of the image. `adapter` is the adapter that salts the hashes, or "". Events
-    of tiers contain neither tokens nor adapter.
+    If `tail_tokens` is 0, each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial last
+    block of `tail_tokens` tokens. `tokens` are the token ids of all hashes, as bytes. The id of an image's token is
+    computed from the content of the image. `adapter` is the adapter that salts the hashes, or "". Events of tiers
+    contain neither tokens nor adapter.
     """
 
     parent: bytes
@@ -51,7 +52,7 @@ class EventBus:
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
         self.listening = False
-        """Whether there is a listener. It is checked before any hash is computed."""
+        """Whether there is a listener. The cache reads this flag before it computes a hash."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener. Returns a function that removes the listener."""

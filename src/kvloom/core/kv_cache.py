@@ -61,9 +61,10 @@ _MOST_ROOT_HASHES = 4096
 class KVCache:
     """The KV cache of one engine. Not thread-safe: one scheduler calls it.
 
-    The pool has `slabs` slabs and can grow to `reserved`. Slab 0 is included in both numbers, but is never used. At
-    most `max_sequences` sequences of `max_tokens` tokens each can be open at the same time. The block tables
-    reserve address space for all of them, but use memory only for open sequences.
+    The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
+    `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
+    open at the same time. The block tables reserve address space for all of them, but use memory only for open
+    sequences.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class KVCache:
         self.block_tables = state.block_tables
         """Page ids and lengths of all sequences, as arrays. Read-only outside `kvloom.core`."""
         self.page_tables = state.block_tables.tables
-        """Page ids, indexed [column, row, block]. A column is one of the pages that a block owns. A row number
-        stands for an open sequence."""
+        """Page ids, indexed [column, row, block]. A row number stands for an open sequence. Each block of a sequence
+        owns one page per column."""
         self.state_pages = state.block_tables.states
         """Page ids of the live states, indexed [column, row]. A row number stands for an open sequence."""
         self.lengths = state.block_tables.length
@@ -118,7 +119,7 @@ class KVCache:
         self.block_bytes = state.pages.row_bytes
         """Bytes of one block: one page of each token group."""
         self.class_of = state.pool.class_of
-        """Size class of each group."""
+        """Size class of each group. Groups with equal page sizes share a size class."""
         self.loading = Loading(state)
         self.inspect = Inspector(state)
         self._root_hashes: dict[tuple[str, str, str, bool], bytes] = {}
@@ -164,14 +165,13 @@ class KVCache:
         return match.root_hash + item.digest in self.state.media_cache
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. With `across_tenants`, other tenants' prefixes are searched,
-        too. Show that result only to operators, because it reveals prompts of other tenants. Does not modify the
-        cache. O(roots)."""
+        """Return the reason why the hit is not longer. With `across_tenants`, prefixes of other tenants are also
+        searched. Show the result of such a search only to operators, because it reveals prompts of other tenants. Does
+        not modify the cache. O(roots)."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the longest resumable length of a prompt if the pages in `index` were available, too. Hashes the
-        prompt."""
+        """Return the length at which the prompt could resume with the pages in `index` alone. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property
@@ -204,8 +204,8 @@ class KVCache:
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
-        """Reserve pages for `n` more tokens of many open sequences, given by their row numbers. `n` is one number,
-        or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
+        """Reserve pages for `n` more tokens of many open sequences. `rows` contains their row numbers. `n` is one
+        number, or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
         pages are missing, no sequence is extended. The cost grows with the number of sequences that need a new
         block."""
         return extend_many(self.state, rows, n)
@@ -232,9 +232,10 @@ class KVCache:
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
-        """Take a checkpoint at `position`, or at the current end. In models with states, `position` must not be
-        earlier than the current end. A later checkpoint is taken when the sequence reaches `position`. Returns False
-        if the pool has no pages for the states, or if the checkpoint would be useless."""
+        """Take a checkpoint at `position`, or at the current end. If `position` is after the current end, the
+        checkpoint is taken when the sequence reaches it. In models with states, a checkpoint before the current end is
+        not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for the
+        states."""
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
@@ -267,8 +268,8 @@ class KVCache:
         return coldable_pages(self.state, seq, most)
 
     def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
-        """Make the next blocks of a sequence cold, and release their pages in the pool. Host memory must already
-        contain their bytes.
+        """Make the next blocks of a sequence cold, and release their pages in the pool. `run` contains the pages in
+        host memory to which the caller has copied these blocks.
 
         From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
         add_cold_run(self.state, seq, run)
@@ -335,9 +336,9 @@ class KVCache:
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the cached prefix of a waiting request until `unprotect`. Among entries of equal rank, protected
-        entries are evicted last. `turn` is the position of the request in the waiting queue. Among protected
-        prefixes, the prefix of the request that will run last is evicted first."""
+        """Protect the cached prefix of a waiting request until `unprotect`. Among entries with the same rank
+        (`Entry.rank`), protected entries are evicted last. `turn` is the sort key of the request in the waiting queue.
+        Among protected prefixes, the prefix of the request that will run last is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -361,12 +362,13 @@ class KVCache:
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first block of each open sequence whose page ids changed since the last call. If no block
-        changed, return the number of reserved blocks of the sequence. `rows` are the row numbers of the sequences."""
+        """Return one block number for each sequence in `rows` (row numbers): its first block whose page ids changed
+        since the last call. If no block changed, this is the number of reserved blocks of the sequence."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
-        """Return the page copies to make, in order, before the next step. Call it once per step."""
+        """Return the page copies that the engine must make, in order, before the next step. Call this method once per
+        step."""
         return self.state.copies.take()
 
     def free_pages(self, tokens: int, tenant: str = "") -> int:
@@ -427,5 +429,6 @@ class KVCache:
         return cache_stats(self.state)
 
     def pool_map(self, cells: int = 4096, branches: int = 200) -> PoolMap:
-        """Return a pool map with at most `cells` cells and `branches` branches."""
+        """Return an object that makes maps of the pool. A map has at most `cells` cells (ranges of slabs), and at most
+        `branches` nodes of the radix tree."""
         return PoolMap(self.state, cells, branches)

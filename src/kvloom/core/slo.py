@@ -1,5 +1,5 @@
-"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether it
-may start.
+"""SLO admission: predicts the time to first token and the time between tokens of a request, and decides whether the
+request may start.
 
     steps ──observe──▶ StepTimes      seconds of a step, from its prompt tokens, decoding requests and context
     queue ──Backlog──▶ predict        TTFT and TBT at the moment at which the request's prefill would end
@@ -44,7 +44,7 @@ Later it is the usual time from the first to the last token of recent requests, 
 HORIZON_WEIGHT = 1 / 16
 MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
 """Predictions are multiplied by a margin between the two values of MARGINS. The margin changes by about MARGIN_STEP
-after each request. It settles where the share MET_SHARE of the requests is not slower than predicted."""
+after each request. It settles where the fraction MET_SHARE of all requests is at least as fast as predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
@@ -98,8 +98,8 @@ class StepTimes:
     """Estimates the seconds of a step: a constant, plus a part for each of the four numbers of its `StepSize`.
 
     The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less
-    weight. No coefficient is negative, so more work never takes less time. The fit is repeated every SOLVE_STEPS
-    steps. Other calls of `observe` cost about 10 µs."""
+    weight. No coefficient is negative, so more work never takes less time. `observe` repeats the fit at every early
+    step, and later every SOLVE_STEPS steps. A call without a fit costs about 10 µs."""
 
     FADE = 0.995
     SOLVE_STEPS = 16
@@ -174,9 +174,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """A prompt to compute. `tokens` is its number of tokens without hits, and `context` its number of all tokens.
-    `output` is the expected number of output tokens. `load_seconds` is the time until its pages from tiers are loaded.
-    `due` is the time until its first token is due."""
+    """A prompt to compute. `tokens` is the number of its tokens that are not hit, and `context` is the number of all
+    its tokens. `output` is the expected number of output tokens. `load_seconds` is the time until its pages from tiers
+    are loaded. `due` is the time until its first token is due."""
 
     tokens: int
     output: int
@@ -228,9 +228,9 @@ class Prediction:
     """The predicted times of a request that starts now, in seconds.
 
     `ttft` is the time to the first token, and `tbt` the time between tokens. `idle_ttft` and `idle_tbt` are the same
-    on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
-    context). The last step of this prefill may compute other prompts, too. `others_due` is the time until the earliest of
-    their first tokens is due.
+    times on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
+    context). The last step of this prefill may also compute other prompts. `others_due` is the shortest time until the
+    first token of such a prompt is due.
     """
 
     ttft: float
@@ -257,7 +257,7 @@ class Verdict(Enum):
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A verdict. `reason` explains a refusal. `retry_seconds` is the time until this worker can probably meet the
-    objective. It is None if the worker could not meet the objective even without other requests."""
+    objective. `retry_seconds` is None if the worker could not meet the objective even without other requests."""
 
     verdict: Verdict
     reason: str = ""
@@ -300,7 +300,7 @@ class SloAdmission:
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
-        """Lower the average delay by prompts, because the worker had no work for `seconds`."""
+        """Lower `prompt_delay`, because the worker had no work for `seconds`."""
         self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property
@@ -369,9 +369,9 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the seconds until the earliest due first token among earlier prompts. Only prompts that are computed
-        in the last step of the new request's prefill count. A prompt that would be late even without the new request
-        does not count.
+        """Return the smallest `due` of the earlier prompts: the seconds until the first token of one of them is due.
+        Only prompts that are computed in the last step of the new request's prefill count. A prompt that would be late
+        even without the new request does not count.
 
         `tokens` is the number of tokens of all prompts with the new request. Computing them takes `time` seconds.
         Returns infinity if no prompt counts.

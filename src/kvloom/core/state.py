@@ -179,8 +179,8 @@ class CacheState:
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue the copy of the pages `source` to `target`. The pending copy takes over the caller's reference to
-        `source`, so the caller must not release it."""
+        """Queue the copy of the pages `source` to the pages `target`. The pending copy takes over the caller's
+        references to the source pages, so the caller must not release them."""
         self.copies.add_rows(columns, source, target)
         self.copies.retain_sources(columns, source, account)
 

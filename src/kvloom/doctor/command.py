@@ -1,4 +1,4 @@
-"""`kvloom doctor`: checks an installation and prints what it found, with one line that repairs each problem."""
+"""`kvloom doctor`: checks an installation and prints the result. For each problem, prints one line that repairs it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(config: str | None = None) -> dict[str, Any]:
-    """Return what is installed, what will be used and what is wrong. `config` is the server's configuration file. Changes
-    nothing. Takes about three seconds if torch is installed, because torch is imported."""
+    """Return what is installed, what will be used and what is wrong. `config` is the server's configuration file.
+    Changes nothing. Takes about three seconds if torch is installed, because this function imports torch."""
     required = packages()
     versions = {one.name: one.version for one in required}
     hardware = inspect_hardware(versions.get("xxhash") is not None, versions.get("triton"))
@@ -99,7 +99,8 @@ def _version() -> str | None:
 
 
 def _configured_tiers(config: str | None) -> tuple[list[str], list[Problem]]:
-    """Return the tiers that file and environment set for `kvloom serve`, and an error in them as a problem."""
+    """Return the tiers that the configuration file and the environment set for `kvloom serve`. If the configuration
+    cannot be read, return no tiers and one problem."""
     from kvloom.serve import serve_command
 
     parser = Parser(prog="kvloom serve")

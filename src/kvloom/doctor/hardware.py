@@ -40,7 +40,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What computes a part of a step. `used` is False if a fall-back computes it, or if the part does not run here."""
+    """A part of the computation, or a library for it. `used` is False if a fall-back runs instead, or if this machine
+    does not need it. `detail` states what runs, or why nothing does."""
 
     name: str
     used: bool
@@ -57,8 +58,9 @@ class Hardware:
 
 
 def inspect_hardware(xxhash: bool, triton: str | None) -> Hardware:
-    """Return what this machine has. `xxhash` states whether that package is installed, `triton` is Triton's version.
-    Imports torch if it is installed, which takes seconds. Imports attention libraries if there is a GPU."""
+    """Return what this machine has. `xxhash` states whether the package xxhash is installed. `triton` is Triton's
+    version, or None. Imports torch if it is installed, which takes seconds. Imports attention libraries if there is a
+    GPU."""
     found = Hardware()
     _inspect_extensions(found, xxhash)
     if find_spec("torch") is not None:
@@ -126,7 +128,8 @@ def _inspect_torch(found: Hardware, triton: str | None) -> None:
 
 
 def _inspect_libraries(found: Hardware) -> None:
-    """Add the attention libraries that prefill may use. Imports them only if a package that has one is installed."""
+    """Add to `found` the attention libraries that prefill may use. Imports them only if a package that contains one of
+    them is installed."""
     from kvloom.kernels.attention import prefill_libraries
 
     names: dict[str, str] = {}

@@ -17,10 +17,11 @@ from .problem import Problem
 __all__ = ["Limit", "inspect_limits"]
 
 OPEN_FILES = 4096 + 256
-"""Files for the default of `--max-connections`, and for the server itself."""
+"""Number of files that a server may open: the default of `--max-connections`, plus 256 for the server itself."""
 LOCKED_MEMORY = 64 << 20
 SHARED_MEMORY = 256 << 20
-"""A container has 64 MiB by default, which is too small for UCX and NCCL."""
+"""Smallest size of /dev/shm without a warning. A container has 64 MiB by default, which is too small for UCX and
+NCCL."""
 FREE_DISK = 1 << 30
 
 
@@ -41,8 +42,8 @@ class Limit:
 
 
 def inspect_limits(tiers: Iterable[str], rdma: bool) -> tuple[list[Limit], list[Problem]]:
-    """Return limits and problems. `tiers` are the configured tiers. `rdma` states whether NIXL or Mooncake is installed,
-    because only they register memory with a network card."""
+    """Return limits and problems. `tiers` are the configured tiers. `rdma` states whether NIXL or Mooncake is
+    installed. Only these two need locked memory, which they register with a network card."""
     limits, problems = [], []
     files = _hard(resource.RLIMIT_NOFILE)
     limits.append(
@@ -79,7 +80,8 @@ def _hard(name: int) -> int | None:
 
 
 def _folders(tiers: Iterable[str]) -> list[tuple[Path, str, int]]:
-    """Return folders that kvloom may fill: those of configured disk tiers, the hub's, and the one for temporary files."""
+    """Return the folders that kvloom may fill: the folders of disk tiers, the cache of the Hugging Face hub, and the
+    folder for temporary files. Each comes with its purpose and the number of bytes that should be free."""
     found = []
     for tier in tiers:
         kind, _, rest = tier.partition("?")[0].partition(":")

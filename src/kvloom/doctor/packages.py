@@ -1,7 +1,7 @@
 """Installed packages: their versions, the versions that kvloom supports, and what each extra adds.
 
-The ranges come from the metadata of kvloom, or from pyproject.toml in a checkout that is not installed. A package is
-found without importing it.
+The supported versions come from the metadata of kvloom, or from pyproject.toml in a checkout that is not installed.
+This module finds packages without importing them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODULES = {
     "pillow": "PIL",
     "pyzmq": "zmq",
 }
-"""The modules of packages whose module has another name."""
+"""The module of each package whose module does not have the package's name."""
 OTHER_BUILDS = {"mooncake-transfer-engine": ("mooncake-transfer-engine-non-cuda",)}
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*(?:;(.*))?")
 _TRITON_RANGE_EXTRA = "dev"
@@ -97,7 +97,7 @@ def packages() -> list[Package]:
 
 
 def package_problems(found: Iterable[Package], on_gpu: bool) -> list[Problem]:
-    """Return what is wrong with packages. A missing package of an optional extra is no problem. Triton is needed only
+    """Return the problems of packages. A missing package of an optional extra is not a problem. Triton is needed only
     on a GPU."""
     problems = []
     missing: dict[tuple[str, tuple[str, ...]], list[str]] = {}

@@ -9,8 +9,8 @@ __all__ = ["Problem"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong and one line that repairs it. `blocks` names the commands that do not work because of it. It is
-    empty for a warning."""
+    """A fault (`what`), and one line that repairs it (`fix`). `blocks` names the commands that do not work because of
+    the fault. For a warning, `blocks` is empty."""
 
     what: str
     fix: str

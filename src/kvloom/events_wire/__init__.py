@@ -8,8 +8,9 @@
     block_tokens.py  parents and tokens of published blocks, for events of tiers
     subscriber.py    the router's side: applies batches in order, and fills gaps by replays or snapshots
 
-Frames of a batch: topic, sequence (8 bytes, big-endian), msgpack of [time, events, data-parallel rank]. The package
-needs pyzmq and msgspec. It imports `kvloom.core` only, because both the engine and the router import it.
+A batch has three frames: topic, sequence number (8 bytes, big-endian), and msgpack of [time, events, data-parallel
+rank]. The package needs pyzmq and msgspec. It imports `kvloom.core` only, because both the engine and the router import
+it.
 """
 
 from __future__ import annotations

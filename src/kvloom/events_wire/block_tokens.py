@@ -17,15 +17,15 @@ class _Block:
     is_first: bool
     tokens: bytes
     media: int = 0
-    """The media that have the block, as a bit mask."""
+    """The media (device pool or tiers) that have the block, as a bit mask."""
 
 
 class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
-    A block is stored here while a medium has its pages of layer group `group`. The last MOST_REMOVED blocks that no
-    medium has any more are also stored here. A page that is being offloaded has already left the pool, and its tier
-    reports it only after the transfer. Takes about 300 bytes per block.
+    A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED blocks
+    without such a page also stay. One of them may be in transfer: such a block has left the pool, but its tier has not
+    reported it yet. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:
@@ -38,9 +38,10 @@ class BlockTokens:
         return len(self._blocks)
 
     def stored(self, event: BlockStored, is_first: bool) -> list[tuple[BlockStored, bool]]:
-        """Return the events to send instead of `event`. Each comes with a flag that states whether its first block
-        starts a prompt. The event of a tier is split into chains of blocks, which get their parents and tokens.
-        Blocks whose tokens are unknown, such as blocks of a disk tier after a restart, stay without tokens."""
+        """Return the events to send instead of `event`. Each event comes with a flag that states whether its first
+        block starts a prompt. `is_first` is this flag of `event`. The event of a tier is split into chains of blocks,
+        and parents and tokens are added. Blocks whose tokens are unknown, such as blocks of a disk tier after a
+        restart, stay without tokens."""
         if self._group not in event.groups or event.tail_tokens:
             return [(event, is_first)]
         if event.tokens:

@@ -1,9 +1,9 @@
 """Encrypts and authenticates the event sockets with ZMQ's CURVE.
 
-One key file belongs to a cluster: `--kv-events-key FILE` of `kvloom serve` and of `kvloom route`. It has the form of
-pyzmq's certificates, with a public and a secret key. Publisher and subscriber both use this pair of keys. A publisher
-accepts only subscribers with this public key, and CURVE lets them prove that they have its secret key. A subscriber
-with another key, or without a key, gets no event and no replay.
+A cluster has one key file: `kvloom serve` and `kvloom route` read it with `--kv-events-key FILE`. The file is a
+certificate of pyzmq, with a public and a secret key. All publishers and subscribers use this pair of keys. A publisher
+accepts only subscribers with this public key. CURVE checks that a subscriber also has the secret key. A subscriber with
+another key, or without a key, gets no event and no replay.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CurveKey:
 
     @classmethod
     def read(cls, path: str | Path) -> CurveKey:
-        """Read a file that `zmq.auth.create_certificates` wrote. Raises ValueError if it has no secret key, cannot be
-        read, or is readable by every user."""
+        """Read a file that `zmq.auth.create_certificates` wrote. Raises ValueError if the file cannot be read or has no
+        secret key. Also raises ValueError if other users may access the file, or if its group may write it."""
         import zmq.auth
 
         try:
@@ -45,8 +45,8 @@ class CurveKey:
         return cls(public, secret)
 
     def open_authenticator(self, context: Any) -> Any:
-        """Start the thread that accepts only subscribers with this key. All server sockets of the context use it. The
-        caller stops it before it ends the context."""
+        """Start a thread that accepts only subscribers with this key, and return its authenticator. The thread serves
+        all server sockets of `context`. The caller must stop the authenticator before it ends the context."""
         from zmq.auth.thread import ThreadAuthenticator
 
         found = ThreadAuthenticator(context)
@@ -55,15 +55,16 @@ class CurveKey:
         return found
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a subscriber may connect. pyzmq calls this in its thread."""
+        """Return whether a subscriber with the public key `key` may connect. The thread of the authenticator calls this
+        method."""
         return hmac.compare_digest(key, self.public)
 
     def protect_server(self, socket: Any) -> None:
-        """Let a publisher's socket require CURVE. Call it before the socket is bound."""
+        """Make a publisher's socket require CURVE. Call this method before the socket is bound."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
 
     def protect_client(self, socket: Any) -> None:
-        """Let a subscriber's socket use CURVE. Call it before the socket is connected."""
+        """Make a subscriber's socket use CURVE. Call this method before the socket is connected."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = self.public

@@ -1,7 +1,7 @@
 """Events in msgpack, and block hashes in the form in which they are sent.
 
-vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array whose first element is the
-event name. This module reads and writes both.
+vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array whose first element is the event
+name. This module reads and writes both encodings.
 """
 
 from __future__ import annotations

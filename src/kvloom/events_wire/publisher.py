@@ -5,12 +5,13 @@
                                     ▼                                                     ▼ publisher thread
                               mirror of all hashes ──▶ snapshot, on request         PUB socket, replay buffer
 
-A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch is
-not used again. Subscribers therefore notice the gap and request a snapshot. Pages of images are not published.
+A step never waits for the publisher thread. If the queue is full, the batch is dropped and counted. The sequence number
+of a dropped batch is not used again. Subscribers therefore notice the gap and request a snapshot. Pages of images are
+not published.
 
 Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these events
-have no parent and no tokens, unless `EventSettings.tier_tokens` is set. If a block moves from the pool to host memory, there are two events: stored in CPU, then
-removed from GPU.
+have no parent and no tokens, unless `EventSettings.tier_tokens` is set. A block that moves from the pool to host memory
+causes two events: stored in CPU, and removed from GPU.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ KIND_NAMES = {
 
 class WirePublisher:
     """Publishes a cache's events. The engine's thread calls `flush` after every step, and `close` at the end.
-    `adapter_name` returns the name of an adapter that salts block hashes.
+    `adapter_name` maps the adapter of an event, which salts the block hashes, to the name that is published.
 
     Raises OSError if an address is unavailable, and ValueError if the key file is invalid."""
 
@@ -211,7 +212,7 @@ class WirePublisher:
 
     def _answer(self, frames: list[bytes]) -> None:
         """Answer a replay request. `frames` are the client's address, an empty frame, and the first sequence number
-        that the client needs. The last message of the answer has the sequence number END."""
+        that the client needs, or SNAPSHOT. The last message of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
             log.warning(
                 "a replay request with %d frames is invalid: send an empty frame and 8 bytes of sequence number",
@@ -230,7 +231,8 @@ class WirePublisher:
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
         """Return a snapshot: messages from which a subscriber rebuilds the index of this worker. Each message is a
-        sequence number and a payload. The sequence number belongs to the last batch that the snapshot contains.
+        sequence number and a payload. All of them have the sequence number of the last batch that the snapshot
+        contains.
 
         Holds the lock for about 0.1 µs per block.
         """
@@ -280,7 +282,7 @@ class WirePublisher:
 
     def _wire_stored(self, event: Stored, is_first: bool) -> list[WireEvent]:
         """Return the events to send for one stored event: one per layer group, the full-attention group first.
-        `is_first` states that the first block starts a prompt, so it has no parent."""
+        `is_first` states that the first block starts a prompt. The parent is then None."""
         medium = MEDIUM_NAMES.get(event.medium, "STORAGE")
         hashes = self._hashes(event.hashes)
         parent = None if is_first else self._hashes([event.parent])[0]

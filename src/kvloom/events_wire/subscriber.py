@@ -8,7 +8,7 @@
     first contact                     get a snapshot, because the worker may have pages already
 
 If no snapshot is available, the pages of the worker are removed from the index. A wrong entry of the index can only
-make a worker recompute a prefix. It never changes a token.
+make a worker recompute a prefix. It never changes the generated tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Subscriber:
     `apply`, in order.
 
     If a batch contains AllBlocksCleared, `apply` must remove the worker's pages. An invalid message is counted and
-    does not raise. If the worker publishes with a key, `key` must be the same key."""
+    raises no error. If the worker publishes with a key, `key` must be the same key."""
 
     def __init__(
         self,

@@ -10,16 +10,17 @@ from kvloom.core import BlockRemoved, BlockStored, Event, unit_hashes
 __all__ = ["TierBlocks"]
 
 Changes = Iterable[tuple[bool, bytes, int, bytes]]
-"""Changes of pages, each as (whether stored, block hash, layer group, fingerprint of the form)."""
+"""Changes of pages. A change is a tuple: True if the page was stored or False if it was removed, block hash, layer
+group, and fingerprint of the page's form (byte layout)."""
 
 
 class TierBlocks:
     """The blocks of one tier. Converts changes of its pages to events. Not thread-safe.
 
-    A block counts as stored in `medium` when the tier has its pages in all forms of a layer group. `take` returns the
-    changes of pages since its last call. `forms` are the fingerprints of the forms, by layer group. Pages of other
-    forms are ignored. A page of a group in `state_groups` is a state at the end of its block. Its event contains only
-    the hash of the block's last unit.
+    A block may own several pages in a layer group. It counts as stored in `medium` when the tier has all of them.
+    `forms` contains, for each group, the fingerprint of the form (byte layout) of each of these pages. Pages of other
+    forms are ignored. `take` returns the changes of pages since its last call. A page of a group in `state_groups` is a
+    state at the end of its block. Its event contains only the hash of the block's last unit (HASH_TOKENS tokens).
     """
 
     def __init__(

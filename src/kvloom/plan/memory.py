@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The dtype of K and V. If layer groups have different dtypes, all of them, separated by commas. None for a
-        model that has only states."""
+        """The dtype of K and V. If layer groups have different dtypes, the text lists all of them, separated by commas.
+        None for a model that has only states."""
         kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
         return ", ".join(dict.fromkeys(kept)) or None
 
@@ -154,7 +154,7 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Return the length of the text stream of one request in tokens. It includes image tokens if the model places them
+    """Return the number of tokens of one request in text layers. It includes image tokens if the model places them
     between the text tokens."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)

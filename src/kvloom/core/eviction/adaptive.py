@@ -1,10 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
-visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time since
-its last use, the turn number and pause of its conversation, and the number of new tokens and the finish reason of
-its last request. `ReuseModel` learns from these features when entries are used again. This file chooses the
-samples, and computes priorities from the model.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit: it
+is the next turn of the same conversation. The features of an entry are its number of uses, the time since its last use,
+its tenant, and the turn number and pause of its conversation. The number of new tokens and the finish reason of its
+last request are also features. `ReuseModel` learns from these features when entries are used again. This file chooses
+the samples, and computes priorities from the model.
 
 | entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
@@ -38,7 +38,8 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after requests of different conversations have used it in turn this many times."""
+"""If a request uses an entry that a request of another conversation used before, this is a switch. An entry with this
+many switches counts as shared."""
 
 
 class Visit(ReuseHistory):
@@ -124,8 +125,9 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` may be evicted together. The policy expects each of them to
-        be used again at most as often as the last one."""
+        """Return how many tokens at the end of `entry` may be evicted together. Usually these are all tokens of
+        `entry`. If most returning requests do not use the last tokens of a visit, only tokens at that end are evicted
+        together."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -273,8 +275,8 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the feature value for `hits` uses. The value is exact up to 5 uses. Above 5, it depends only on the
-    bit length of the number."""
+    """Return the feature value for `hits` uses. Up to 5 uses, the value is the number itself. Above 5, the value
+    depends only on the bit length of the number."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 

@@ -1,8 +1,8 @@
 """Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run
-(the pages of one image). A policy has no access to tokens or pages. The queue computes an entry's priority when the
-entry is queued, and again before it is evicted.
+An entry is a part of the cache that can be evicted alone. There are three kinds: the last blocks of a leaf, a
+checkpoint, and a media run (the pages of one image). A policy has no access to tokens or pages. The queue computes an
+entry's priority when the entry is queued, and again before it is evicted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""Rank of entries at which no prompt can resume, and of entries of ended sessions. It is below any priority of a
-request."""
+"""Rank of entries at whose end no prompt can resume, and of entries of ended sessions. FIRST is below any priority that
+a request sets."""
 
 
 class ReuseHistory:
@@ -96,9 +96,9 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the entry's sort key in the eviction queue. The rank is FIRST for unneeded entries
-        and for entries of ended sessions. Otherwise the rank is the priority that a request set, or 0 after this
-        priority has expired."""
+        """Return the first part of the entry's sort key in the eviction queue. The rank is FIRST if no prompt can
+        resume at the end of the entry, or if its session has ended. Otherwise the rank is the priority that a request
+        set, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -128,7 +128,7 @@ class Policy(Protocol):
         ...
 
     def on_evict(self, entry: Entry, now: float) -> None:
-        """Called after an entry was evicted."""
+        """Called immediately before the allocator evicts an entry."""
         ...
 
 
@@ -137,12 +137,13 @@ class LearningPolicy(Policy, Protocol):
     """A policy that observes requests. The priority of an entry may fall while the entry is queued."""
 
     def review(self, entry: Entry, now: float) -> float:
-        """Return the time at which the queue must compute the priority of `entry` again, because it may have fallen.
-        Infinity means never."""
+        """Return the time at which the queue must compute the priority of `entry` again, because the priority may be
+        lower then. Infinity means never."""
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together at the present priority of `entry`."""
+        """Return how many of the last tokens of `entry` may be evicted together. The queue then computes the priority
+        of the remaining tokens again."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
@@ -150,7 +151,7 @@ class LearningPolicy(Policy, Protocol):
         block of the hit, or the root if the hit has no full block. If the hit ended because the next tokens were
         evicted, `ghost` is their history, otherwise None.
 
-        Return the history of this request. The cache passes it to `on_close`.
+        Return the history of this request. The cache passes this history to `on_close`.
         """
         ...
 
@@ -243,7 +244,8 @@ class PriorityTTL(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The seconds to recompute a token: a constant, plus a part that grows with the number of tokens before it."""
+    """Estimates the seconds to recompute an entry. Each token takes `per_token` seconds, plus `per_token_per_depth`
+    seconds for each token before it."""
 
     per_token: float = 1.0
     per_token_per_depth: float = 1.0 / 32768

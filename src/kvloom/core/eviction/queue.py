@@ -25,7 +25,7 @@ class EvictionQueue(Generic[E]):
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|
     | push        | O(log n)                                                                             |
-    | next_victim | O(log n) amortised: a key is computed again only if its entry was used meanwhile     |
+    | next_victim | O(log n) amortised: the top entry moves down only if it was used meanwhile           |
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -46,9 +46,9 @@ class EvictionQueue(Generic[E]):
     def push(self, entry: E, now: float) -> None:
         """Queue `entry`, or update its position if it is already queued.
 
-        An entry with a smaller key than before moves up now. An entry with a larger key moves when it reaches the
-        top. A key can also fall while the entry is queued. The entry then moves when its retention expires, or at
-        the policy's next review.
+        An entry with a smaller key than before moves up now. An entry with a larger key moves when it reaches the top.
+        A key can also fall while the entry is queued. The entry then moves when its request priority expires, or at the
+        policy's next review.
         """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
@@ -64,8 +64,8 @@ class EvictionQueue(Generic[E]):
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
         """Return the sort key: the rank of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. They are ordered by their first waiting
-        request. The entry whose request is scheduled latest is evicted first.
+        Within a rank, entries that waiting requests will hit come last. Among these, the first waiting request of each
+        entry decides: the entry whose request is scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
@@ -74,7 +74,7 @@ class EvictionQueue(Generic[E]):
 
     def _schedule_review(self, entry: E, now: float) -> None:
         """Schedule when to compute the key of `entry` again, if the key can fall with time. The time is the expiry of
-        the retention or the policy's next review, whichever is earlier."""
+        the request priority or the policy's next review, whichever is earlier."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)

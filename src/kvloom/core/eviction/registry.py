@@ -3,8 +3,8 @@
     [project.entry-points."kvloom.policies"]
     mine = "my_package:MyPolicy"
 
-An entry point is a callable that returns a `Policy`. It is loaded when its name is first used. If a policy of this
-package has the same name, that policy is used.
+An entry point is a callable that returns a `Policy`. The entry point is loaded when its name is used. If a policy of
+this package has the same name, the policy of this package is used.
 """
 
 from __future__ import annotations

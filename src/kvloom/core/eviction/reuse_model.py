@@ -30,7 +30,7 @@ _FINE = 8.0
 _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
 BINS = len(_EDGES)
-"""Number of age bins. They cover 8 · 1.25^36 seconds, about 7 hours; the last bin includes older samples."""
+"""Number of age bins. The bins cover 8 · 1.25^36 seconds, about 7 hours. The last bin includes all higher ages."""
 _LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
 
@@ -80,8 +80,9 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use of tokens ends. `values` are the feature values. Returns the number of the sample,
-        or -1 if it is skipped. Under heavy traffic only some samples are taken."""
+        """Start a sample when a use of tokens ends. `values` are the feature values, and `weight` is the weight of the
+        sample in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under heavy traffic only
+        some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -106,8 +107,8 @@ class ReuseModel:
             self._away[number % self.window] = away
 
     def _adjust_stride(self, now: float) -> None:
-        """Take fewer samples if the samples in the window cover less than SPAN seconds. Take more if they cover much
-        more."""
+        """Take fewer samples if the samples in the window cover less than SPAN seconds. Take more samples if they cover
+        more than four times SPAN."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -202,8 +203,8 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age in seconds before which the share SEEN of all reuses happens. Samples without a reuse so
-        far do not reduce this age."""
+        """Return the age in seconds before which the fraction SEEN of all expected reuses happens. Samples without a
+        reuse so far do not reduce this age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
@@ -212,8 +213,8 @@ class ReuseModel:
     def _tabulate(self, baseline: Floats) -> None:
         """Compute the table of `index` values, at the start of every age bin, for each stratum and level.
 
-        Each value solves an optimal stopping problem: keeping a page costs one per second, a reuse earns one, and
-        the page is dropped at the best time.
+        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
+        page is dropped at the best time.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(
@@ -247,8 +248,8 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Prior of the hazard times the age. The product is the same for every age. Without data, the least recently used
-entry is therefore evicted first."""
+"""Until the first fit, the hazard at an age is PRIOR divided by the age. The least recently used entry is then evicted
+first."""
 READS, GONE = 40.0, 600.0
 """Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
 users have left after GONE seconds."""

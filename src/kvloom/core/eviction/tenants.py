@@ -29,9 +29,9 @@ class Tenant:
     evicted for other tenants. A tenant with weight 0 has no share, and its pages are evicted first. If all weights are
     0, only the policy decides. Shares change with the size of the pool, but quotas do not.
 
-    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A tenant
-    with at most one open sequence may even evict all cached pages of a share that is not firm. One long request
-    therefore always fits.
+    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. For a tenant
+    with at most one open sequence, even the protected half may be evicted, if its pages are not in use. One long
+    request can therefore use the memory of all shares that are not firm.
     """
 
     name: str
@@ -43,7 +43,8 @@ class Tenant:
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight: the whole weight if the share is firm, otherwise SOFT_PART of the weight."""
+        """The protected part of the weight: the whole weight if the share is firm, otherwise the fraction SOFT_PART of
+        it."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -60,8 +61,9 @@ class Tenant:
 
 
 class Account:
-    """The bytes of one tenant: `used` in total, and `in_use` by sequences, pins and transfers. `open` is the number
-    of its open sequences.
+    """The pool memory of one tenant. `used` is the number of bytes of all its pages, and `in_use` the part that
+    sequences, pins and transfers use. `guaranteed` is the protected share in bytes. `open` is the number of open
+    sequences.
 
     Also counts the tokens looked up, the tokens hit and the entries evicted.
     """

@@ -18,8 +18,8 @@ __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""After this many reports, the cells of every reported branch are computed again, even if the branch has not
-changed."""
+"""A report lists the pool map's cells of each node. At the latest after this many reports, the cells are computed
+again, even if the node has not changed."""
 
 
 class HotPrefixes:
@@ -62,7 +62,8 @@ class HotPrefixes:
         self, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:  # fmt: skip
         """Return the hot nodes as JSON data, each after its parent. `where` returns the pool cells of a node, and
-        `tenant` the index of a tenant name in the map. "age" is the number of seconds since the last complete pass."""
+        `tenant` the index of a tenant name in the map. "age" of the whole report is the number of seconds since the
+        last complete pass."""
         now = self._state.clock.now()
         self._looks += 1
         chosen: dict[int, Node] = {}

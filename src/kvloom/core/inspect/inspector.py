@@ -110,6 +110,6 @@ class Inspector:
         return self._state.counts.hit_pages()
 
     def unused_tokens(self) -> int:
-        """Number of tokens that open sequences have reserved but not computed. O(max_sequences), in array operations."""
+        """Number of tokens that open sequences have reserved but not computed. O(max_sequences) in numpy."""
         tables = self._state.block_tables
         return int(tables.blocks.sum()) * self._state.block_tokens - int(tables.length.sum())

@@ -3,9 +3,9 @@
     pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a range of slabs: its shares in use, cached and pinned,
     cells |     0     |     1     |         by group and by tenant
 
-The pool provides the state of each page. A walk over the tree provides its group and tenant. The walk takes a few
-milliseconds per map and continues where it stopped, so the map of a large tree is slightly outdated. Does not
-modify the cache. The map contains numbers and names of groups and tenants, but no tokens.
+The pool provides the state of each page. A walk over the tree provides the group and the tenant of each page. The walk
+takes a few milliseconds per map and continues where it stopped, so the map of a large tree is slightly outdated. Does
+not modify the cache. The map contains numbers and names of groups and tenants, but no tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CODES = np.int32
 
 
 class PoolMap:
-    """Makes maps of one cache. Not thread-safe, like the cache."""
+    """Makes maps of one cache. A map has at most `cells` cells, and at most `branches` nodes of the radix tree. Not
+    thread-safe, like the cache."""
 
     def __init__(self, state: CacheState, cells: int = 4096, branches: int = 200) -> None:
         if cells < 1 or branches < 1:
@@ -96,8 +97,8 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the number of a tenant in owner codes, which are numbers that stand for a group and a tenant. A
-        new tenant, declared or not, gets the next free number."""
+        """Return the number of a tenant. Owner codes, which stand for a group and a tenant, contain this number. A new
+        tenant, declared or not, gets the next free number, or OTHERS if none is free."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)

@@ -112,7 +112,7 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
-        """Return the first token that the query at `position` sees. The result must not decrease as `position` grows."""
+        """Return the first token that the query at `position` sees. The result must not fall as `position` grows."""
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:
@@ -213,7 +213,7 @@ class Visibility:
     @property
     def is_relative(self) -> bool:
         """Whether the tokens that a query sees depend only on their distance from the query. Padding before a prompt
-        then changes nothing."""
+        then does not change what a query sees."""
         return KINDS[self.kind].is_relative
 
     @property
@@ -281,8 +281,9 @@ class LayerSpec:
 def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None, v_dim: int | None = None
 ) -> tuple[Field, ...]:
-    """Return the fields of one attention layer. Values have `v_dim` dims, by default as many as keys. By default int8 and fp8 values have one float32 scale per token and
-    head. `scales=False` omits the fields for scales. Static scales are weights of the model and need no fields."""
+    """Return the fields of one attention layer. V has `v_dim` dimensions per head, by default as many as K. If `dtype`
+    is int8 or fp8, K and V also have one float32 scale per token and head. `scales=False` omits these scales, for
+    models with static scales: static scales are weights and need no fields."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, v_dim or head_dim), dtype, shard_axis=0),

@@ -5,9 +5,9 @@
     group B  |            one page             |   pages_per_slab = 1
 
 The layers of a group may be split over several pages of a block. A run is the set of layers that share one page. A
-block of a token group owns `runs` pages of `run_layers` layers each. So does a state of a state group. The layout
-chooses the runs so that all page sizes are equal, if possible. The slab size is a common multiple of the page
-sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each. If possible, the
+layout chooses the runs so that the pages of all groups have the same size. The slab size is a common multiple of the
+page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class PoolLayout:
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
         """Return the number of pool bytes that a sequence of `length` text tokens uses. `media` contains the number of
-        tokens of each image, and `states` is the number of state snapshots and live states. The result includes the
-        pages that the last query sees, and padding."""
+        tokens of each image, and `states` is the number of state snapshots and live states. Only pages that the last
+        query sees count. The result includes padding."""
         block = self.block_tokens
         media = tuple(media)
         total = 0.0
@@ -198,9 +198,9 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
     """Return the slab size, and (runs, page stride) for each group. A run is the set of layers that share one page.
     `sizes` contains (bytes of a layer, number of layers) for each group.
 
-    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The
-    cost counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory: for
-    each sequence, one such slab is half empty on average. A slab cannot be freed while one of its pages is in use.
+    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
+    counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory, because a slab
+    cannot be freed while one of its pages is in use. On average, one slab per sequence is half empty.
     """
     slabs = {
         _round_up(layer * run * k, granularity)

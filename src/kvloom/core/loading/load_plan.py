@@ -1,4 +1,4 @@
-"""Load plan: the position at which a prompt could resume with pages from tiers, and the pages that it must load for
+"""Load plan: the position at which a prompt could resume with pages from tiers, and the pages that must be loaded for
 this.
 
     plan = cache.loading.plan(match)
@@ -66,8 +66,8 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
     """Return the query for the next block's page in the deciding group. If no tier has this page, tiers cannot extend
     the hit. Computes one hash.
 
-    Returns None if the prompt cannot resume at the end of the matched tokens, because other pages are missing, too.
-    The hashes are empty if the prompt ends inside the next block.
+    Returns None if the prompt cannot resume at the end of the matched tokens. Other pages are then missing as well, so
+    this query does not decide. The hashes are empty if the prompt ends inside the next block.
     """
     if match.resume < match.matched:
         return None
@@ -254,9 +254,9 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose page comes
-        from a tier, this is the end of that block, because tiers store the full block. In models with states it is
-        always `resume`."""
+        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose pages come
+        from a tier, the position is the end of that block, because the tier has the full block. In models with states,
+        the position is always `resume`."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume

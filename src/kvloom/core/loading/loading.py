@@ -50,10 +50,11 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the
-        prompt can now resume, or 0.
+        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the prompt
+        can now resume. Returns 0 if too few pages were loaded.
 
-        `loaded` marks the pages that were loaded, and None means all pages. Pages that were not loaded become free.
+        `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` states whether the state
+        snapshot was loaded. Pages that were not loaded become free.
         """
         return publish_loaded(self._state, reservation, loaded, states_loaded)
 
@@ -91,8 +92,8 @@ class Loading:
         self._state.tree.set_offload_source(None)
 
     def mark_step(self, moved: bool = False) -> None:
-        """Increase the age of all cached pages in later offload batches. The engine calls this method before each
-        step, and after copies inside the pool. `moved` states that pages were copied inside the pool."""
+        """Set a step mark, which increases `OffloadBatch.age` of all cached pages. The engine calls this method before
+        each step, and after copies inside the pool. `moved` states that pages were copied inside the pool."""
         source = self._state.tree.offload_source
         if source is not None:
             source.mark_step(self._state.clock.now(), moved)

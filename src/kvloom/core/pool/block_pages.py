@@ -1,8 +1,9 @@
 """The page ids of blocks, as arrays. A row of such an array contains the page ids of one block, one state or one
 block of an image.
 
-This module stores the size class of each column of a row, and converts pages to bytes for the accounts. Compaction
-can move pages of slabs with several pages. For these slabs, the module also records the owner of each cached page.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts. If a slab has
+several pages, compaction can move them. For such pages, the module also records the owner of each cached page, which is
+an entry of the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PageOwner(Protocol):
     """An entry of the prefix cache that has arrays of page ids, one row per block."""
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace the page id `page` by `target` in some columns of the owner's page ids."""
+        """Replace the page id `page` by `target` in the given columns of the owner's page ids."""
 
 
 class PageHolder(Protocol):
@@ -33,8 +34,8 @@ class PageHolder(Protocol):
 
 
 def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace the page id `page` by `target` in some columns of `rows`. The other columns may contain the same number
-    as an id of another size class."""
+    """Replace the page id `page` by `target` in the given columns of `rows`. In other columns, the same number may be
+    the id of a page of another size class."""
     part = rows[:, columns]
     hit = part == page
     if hit.any():
@@ -44,7 +45,8 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 class BlockPages:
     """Access to the pool by arrays of page ids. Such an array has one row per block, and one column per page of a
-    block. The id 0 means no page. Token, state and media groups each have a separate `BlockPages`.
+    block. `classes` contains the size class of each column. The id 0 means no page. Token, state and media groups each
+    have a separate `BlockPages`.
     """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
@@ -116,7 +118,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Record that the prefix cache entry `owner` has the pages in `rows`, too."""
+        """Count one more prefix cache entry, `owner`, for each page in `rows`."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -145,8 +147,7 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Record that one entry fewer of the prefix cache has the pages in `rows`. Returns the number of bytes that
-        are now free."""
+        """Count one prefix cache entry fewer for each page in `rows`. Returns the number of bytes that are now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0

@@ -93,7 +93,8 @@ class Compaction:
         tables = self._tables
         if cls in self._pages.classes:
             for column in self._pages.columns_of(cls).tolist():
-                # All sequences at once, because hundreds of sequences may share a page. Unused row numbers have no page ids.
+                # All sequences at once, because hundreds of sequences may share a page. Unused row numbers have no
+                # page ids.
                 table = tables.tables[column, :, : int(tables.blocks.max())]
                 at = np.nonzero((table >= old[0]) & (table <= old[-1]))
                 place = np.searchsorted(old, table[at])

@@ -1,8 +1,9 @@
 """Page counts in numpy. Used if the native loops are not built. The results are the same.
 
 All functions take two int32 arrays with one count per page. `in_use` counts references of sequences, pins and
-transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. If a
-call would make a count wrong, the call raises ValueError, names the page and changes nothing.
+transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. A call
+that the counts do not allow, such as the allocation of a page that is not free, raises ValueError. The error names the
+page, and no count is changed.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
 
 
 def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Record that one more entry of the prefix cache has each of these pages."""
+    """Count one more prefix cache entry for each page."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be counted as cached")
     _add(cached, at, 1, once)
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages are now free,
-    and writes them to `out`."""
+    """Count one prefix cache entry fewer for each page. Returns how many pages are now free, and writes the ids of
+    these pages to `out`."""
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)
@@ -140,8 +141,8 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Return the count of each page in `at`, reduced by the number of times that the page is listed in `at`. Raises
-    ValueError if a count would be negative. `why` is the end of the error message."""
+    """Reduce the count of each page in `at`, once for each time that the page is listed. Returns the new counts of
+    `at`. If a count would be negative, raises ValueError and changes nothing. `why` is the end of the error message."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0
@@ -157,8 +158,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """For each bit below `places`, count how many masks from the start of the list on have this bit set. The count
-    ends at the first mask without the bit."""
+    """Return one number for each of the lowest `places` bits: how many masks at the start of the list have this bit
+    set. The count ends at the first mask without the bit."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

@@ -85,7 +85,8 @@ class SizeClass:
 
 def _count_each(values: Ids) -> tuple[Ids, Index]:
     """Return the distinct values in ascending order, and how often each of them occurs. There must be at least one
-    value. Slabs of freed pages are nearly in order, for which a stable sort is faster than `np.unique`."""
+    value. The slab numbers of freed pages are nearly sorted. For such values, a stable sort is faster than
+    `np.unique`."""
     values = np.sort(values, kind="stable")
     is_last = np.ones(values.size, np.bool_)
     np.not_equal(values[1:], values[:-1], out=is_last[:-1])
@@ -97,8 +98,9 @@ def _count_each(values: Ids) -> tuple[Ids, Index]:
 
 
 class PagePool:
-    """A pool of `slabs` slabs, which can grow to `reserved`, with pages of several sizes. All calls take int32
-    arrays of page ids. Id 0 is skipped. If a call raises, it has changed nothing. Every call costs O(1) per page.
+    """A pool of `slabs` slabs, which can grow to `reserved` slabs, with pages of several sizes. `pages_per_slab` has
+    one number per layer group. All calls take int32 arrays of page ids. Id 0 is skipped. If a call raises, it has
+    changed nothing. Unless stated otherwise, a call costs O(1) per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
@@ -163,8 +165,8 @@ class PagePool:
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
         """Return `n` free pages, each with one reference. If fewer pages are free, return None and change nothing.
 
-        If slabs have several pages, free pages in the slab of page `near` are taken first. Then whole free slabs are
-        taken while many slabs are free. Otherwise partly used slabs are filled.
+        If slabs have several pages, free pages in the slab of page `near` are taken first. After that, while many slabs
+        are free, pages come from free slabs. If few slabs are free, partly used slabs are filled.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
@@ -262,14 +264,12 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """Record that one more entry of the prefix cache has each of these pages. The pages must be in use or
-        cached."""
+        """Count one more prefix cache entry for each page. The pages must be in use or cached."""
         c = self.classes[cls]
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages became
-        free."""
+        """Count one prefix cache entry fewer for each page. Returns how many pages became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -312,7 +312,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid compaction to move these pages (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move these pages (`count` is 1), or allow the move again (`count` is -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():

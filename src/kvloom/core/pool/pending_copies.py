@@ -64,8 +64,8 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages `rows` until `take`. The caller passes its reference to this object, so the
-        caller must not release the pages."""
+        """Retain the source pages `rows` until `take`. This object takes over the caller's references to the pages, so
+        the caller must not release them."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -85,8 +85,8 @@ class PendingCopies:
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
         """Return the ids of the pages that contain the bytes of the pages `rows` now, while copies are still
-        pending. For the target of a pending copy, this is the source page. An id is 0 if the page is unknown. The
-        result is valid until `take`."""
+        pending. For the target of a pending copy, this is the source page. An id is 0 if an earlier batch of copies
+        must write the page first. The result is valid until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:

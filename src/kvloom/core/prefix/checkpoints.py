@@ -80,8 +80,8 @@ class Checkpoints:
         return list(zip(self.windows, columns, strict=True))
 
     def visible_rows(self, rows: Ids, position: int) -> Ids:
-        """Return a copy of `rows` (page ids of each block) in which pages that a query at `position` does not see
-        are 0."""
+        """Return a copy of `rows` (page ids, one row per block). Ids of pages that a query at `position` does not see
+        are 0 in the copy."""
         rows = rows.copy()
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             rows[: visibility.first_visible(position) // self.block, columns] = 0
@@ -107,9 +107,9 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether all window pages before `position` in `node` that a query at `query` sees are cached. If
-        `query` is None, it is `position`. If several nodes share a block, only the pages of the deepest of these
-        nodes are tested."""
+        """Return whether the tree has all window pages before `position` that a query at position `query` sees.
+        `position` is in `node` or at its end. If `query` is None, the query is at `position`. If several nodes share a
+        block, only the pages of the deepest of these nodes are tested."""
         block = self.block
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             first = visibility.first_visible(position if query is None else query) // block
@@ -244,8 +244,8 @@ class Checkpoints:
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Find a new owner for pages that `node` dropped but that are still cached. The new owner is another node that
-        shares the block and refers to the page."""
+        """Record a new owner for each page in `rows` that `node` dropped but that is still cached. The new owner is
+        another node that shares the block and refers to the page."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)

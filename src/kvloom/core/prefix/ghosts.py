@@ -1,4 +1,5 @@
-"""Ghosts: records of recently evicted tokens. They explain misses and train policies. They own no pages."""
+"""Ghosts: records of recently evicted tokens. They provide the miss reason "evicted", and histories for learning
+policies. They own no pages."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Ghosts:
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
         """Return the record of evicted tokens that start like `data` at byte `start`, or None. Only the first SEEN
-        bytes are compared. `place` is the serial number of the node before these tokens. For a root, it is the root
-        hash."""
+        bytes are compared. `place` is the serial number of the node before these tokens. If this node is a root,
+        `place` is the root hash."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

@@ -1,5 +1,5 @@
-"""Hash index: maps each block hash to its parent hash and to the places (for example tiers or workers) and layer
-groups that have its pages. Only events fill the index.
+"""Hash index: maps each block hash to its parent hash, and to the places and layer groups of its pages. A place is, for
+example, a tier or a worker. Only events fill the index.
 
 Tiers, restarted servers, peers and routers use this index. It contains no tokens and no pages. A hash is bytes, or an
 integer if the events contain integers.
@@ -102,7 +102,9 @@ class HashIndex(Generic[HashKey]):
         place: str,
         tail_tokens: int = 0,
     ) -> None:
-        """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain after `parent`."""
+        """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain: `parent` is the
+        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, the only hash
+        covers a partial last block of this many tokens."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0
@@ -256,7 +258,7 @@ class HashIndex(Generic[HashKey]):
     ) -> int:
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
-        `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
+        `places` restricts the search to these places. For example, a router passes one worker. `tail(parent, start,
         length)` returns the hash of a partial last block of the prompt. If `tail` is given and the model has states,
         partial blocks can also match. `root` is the parent of the first hash. It is needed to match a partial first
         block.
@@ -298,8 +300,8 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed from its pages.
-        Entry i belongs to place number i. Partial last blocks are ignored.
+        """Return, for each place (for example a worker), the length at which a prompt can resume with the pages of this
+        place. Entry i belongs to place number i. Partial last blocks are ignored.
 
         `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and
         groups, combine their bits with `|` first. Without windows and states, the cost is one comparison per block,

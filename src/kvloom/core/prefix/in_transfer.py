@@ -1,7 +1,7 @@
 """Pages in transfer: reservations that a load job fills, and offload batches that a tier reads.
 
-Reservations and batches retain their pages, and their bytes are charged to the tenant. The pages must not move until
-the transfer ends.
+Reservations and batches retain their pages. The bytes of these pages are charged to the tenant. Compaction must not
+move pages that a transfer reads or writes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt. Row b of the page ids contains the pages of block b. `to_load` marks the
-    pages that the load job must fill.
+    """The pages reserved for one prompt (`data`, token ids as bytes). The prompt can resume at `resume` after the load.
+
+    Row b of `rows` contains the page ids of block b, and `hashes[b]` is its hash. `to_load` marks the pages that the
+    load job must fill. `states` contains the page ids of the state snapshot, or is None. `state_hash` is the hash of
+    the snapshot. The pages end at token `end`. They are published after `node`, which is locked until then.
     """
 
     __slots__ = (
@@ -85,8 +88,8 @@ class PagesInTransfer:
         self._batches: dict[int, OffloadBatch] = {}
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the page ids of every reservation and batch. Compaction moves only pages that are not pinned in
-        place."""
+        """Yield the page ids of every reservation and batch. Compaction may move some of these pages, but not the pages
+        that are pinned in place."""
         for reservation in self._reservations.values():
             yield self._pages, reservation.rows
             if reservation.states is not None:
@@ -129,7 +132,8 @@ class PagesInTransfer:
         del self._reservations[id(reservation)]
 
     def pin_in_place(self, reservation: Reservation, count: int) -> None:
-        """Forbid compaction to move the pages that a transfer writes (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move the pages that a transfer writes (`count` is 1), or allow the move again (`count`
+        is -1)."""
         for columns, rows in self._to_fill(reservation):
             for cls, ids in columns.by_class(rows):
                 columns.pool.pin_in_place(cls, ids[ids > 0], count)

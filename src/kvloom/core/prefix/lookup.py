@@ -39,8 +39,8 @@ NOT_CACHED = ("never seen", "evicted")
 
 class Miss(NamedTuple):
     """The position where a lookup ended, and the reason. If the next pages were evicted, `when` is the time of the
-    eviction and `policy` the name of the policy. `matched` is a later position or None (see `LoadPlan.miss`): tiers
-    have pages up to `matched`, but the prompt cannot resume there."""
+    eviction and `policy` the name of the policy. `matched` is a later position, or 0. Tiers have full-attention pages
+    up to `matched`, but the prompt cannot resume there (see `LoadPlan.miss`)."""
 
     reason: str
     position: int
@@ -188,7 +188,7 @@ class Lookup:
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """Return the miss. With `across_tenants`, the reason is "other tenant" if the tree has more tokens of the
-        prompt under another root. O(roots). Only for operators, because the result reveals prompts of other
+        prompt under another root hash. O(roots). Only for operators, because the result reveals prompts of other
         tenants."""
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
@@ -246,7 +246,7 @@ class Lookup:
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the longest resumable length of this prompt if the pages in `index` were available, too."""
+        """Return the length at which the prompt could resume with the pages in `index` alone."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

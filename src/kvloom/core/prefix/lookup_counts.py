@@ -19,7 +19,7 @@ class LookupCounts:
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
         self.misses: defaultdict[str, int] = defaultdict(int)
-        """Number of opened sequences by miss reason. A Counter would take three times as long to count one."""
+        """Number of opened sequences by miss reason. A Counter would take three times as long per sequence."""
         self.looked_up_tokens = 0
         self.hit_tokens = 0
         self.reuse_seconds = Histogram()
@@ -35,7 +35,8 @@ class LookupCounts:
         self.misses[match.miss.reason] += 1
 
     def hit(self, resume: int, has_snapshot: bool, first_blocks: Iterable[int]) -> None:
-        """Count the pages of a hit of `resume` tokens. `first_blocks` are the first blocks inside each window."""
+        """Count the pages of a hit of `resume` tokens. `first_blocks` contains the first block inside each window.
+        Window pages of earlier blocks do not count."""
         self._blocks += -(-resume // self._layout.block_tokens)
         self._states += has_snapshot
         for window, first in enumerate(first_blocks):

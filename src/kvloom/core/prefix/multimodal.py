@@ -2,8 +2,8 @@
 
 Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest itself.
 Layers on the media axis have one media run per image: the pages of that image. Cross attention reads the run while the
-sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts. The first
-token of an activated LoRA has such an id, too.
+sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts. The
+first token to which an activated LoRA applies also gets a negative id (`activation_mark`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["Media", "MediaIds", "MediaRun", "activation_mark"]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
-    tokens on the media axis, if the model has layers on this axis.
+    """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of the
+    image's tokens in layers on the media axis, or 0 if the model has no such layers.
     """
 
     start: int
@@ -99,7 +99,8 @@ class MediaRun(Entry):
 
 class MediaIds:
     """Maps digests to negative token ids and back. The number of digests is limited, and old digests are dropped. A
-    dropped digest gets a new id when it is used again. The pages under its old id then miss."""
+    dropped digest gets a new id when it is used again. Prompts then miss the pages that were cached under the old
+    id."""
 
     LIMIT = 1 << 18
 

@@ -93,7 +93,7 @@ class Node(Entry):
         return not self.children and self.locks == 0 and self.parent is not None
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in this node, and in nodes that share a block with it."""
+        """Replace the page id `page` by `target` in this node, and in the nodes that share a block with this node."""
         for node in (self, *nodes_sharing_block(self, block_tokens)):
             replace_page(node.pages[: node.count], columns, page, target)
 

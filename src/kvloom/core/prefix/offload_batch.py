@@ -73,8 +73,8 @@ class OffloadSource:
 
     def mark_step(self, now: float, moved: bool) -> None:
         """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
-        inside the pool since the last mark. The second last mark then moves to this mark, too, so that no page
-        counts as older than these copies."""
+        inside the pool since the last mark. The new mark then also counts as the second last mark. An offload that
+        waits for either mark therefore waits for these copies."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]

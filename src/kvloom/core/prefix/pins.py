@@ -1,4 +1,5 @@
-"""Pins, queued prefixes and sessions. With these, requests change when a cached prefix is evicted."""
+"""Pins, prefixes of waiting requests, and sessions. A pinned prefix is not evicted. The prefix of a waiting request is
+evicted later than others, and the prefix of an ended session earlier."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Pin:
 
 
 class QueuedPrefix:
-    """The cached entries that a waiting request will hit. `turn` is the unique position of the request in the queue."""
+    """The cached entries that a waiting request will hit. `turn` is the unique sort key of the request in the queue.
+    The request with the smallest key runs first."""
 
     __slots__ = ("entries", "turn")
 
@@ -156,9 +158,9 @@ class Pins:
     # -- prefixes of waiting requests -----------------------------------------------------------
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the deepest node of a match, and that node's checkpoint nearest to the end of the hit. Among
-        entries of equal rank, protected entries are evicted last. `turn` is the position of the request in the
-        waiting queue."""
+        """Protect the deepest node of a match, and that node's checkpoint nearest to the end of the hit. Among entries
+        with the same rank (`Entry.rank`), protected entries are evicted last. `turn` is the sort key of the request in
+        the waiting queue."""
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)

@@ -41,8 +41,8 @@ class EventPublisher:
 
     @property
     def resolve(self) -> Callable[[int], bytes] | None:
-        """Maps the id of a media token to its digest. None as long as no token has such an id, so that texts need not be
-        searched for them."""
+        """A function that maps the id of a media token to the digest of its content. None until the first media token
+        gets an id. While the value is None, hashing does not search for media tokens."""
         return self._media_ids.digest_of if self._media_ids.used else None
 
     def hash_before(self, node: Node) -> bytes:
@@ -221,7 +221,7 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the partial last block of `node` was removed under its old hash. The block grows and gets
+        """Publish that the hash of the partial last block of `node` was removed, because the block grows and gets
         another hash. If there is a checkpoint at the end of the node, the old hash stays valid, and nothing is
         published."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):

@@ -25,7 +25,7 @@ from .publisher import EventPublisher
 __all__ = ["RadixTree", "Retention"]
 
 Retention = tuple[int, float | None]
-"""A priority and its expiry time."""
+"""An eviction priority and its expiry time. None means that the priority does not expire."""
 
 
 class RadixTree(Checkpoints):
@@ -54,8 +54,8 @@ class RadixTree(Checkpoints):
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """Return the nodes below `node` that match the tokens in `data`, and the number of matching tokens. At most
-        `limit` tokens are compared."""
+        """Return the nodes below `node` that match the tokens in `data`, and the number of matching tokens. The last
+        node may match only in part. At most `limit` tokens are compared."""
         path: list[Node] = []
         at = 0
         while at < limit and node.children:
@@ -82,8 +82,8 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the page ids of the first `stop` tokens along a path, one row per block. The result is a view if
-        the first node has all of them."""
+        """Return the page ids of the first `stop` tokens along a path, one row per block. If the first node has all
+        these tokens, the result is a view of its page ids."""
         block = self.block
         if not path:
             return self._no_rows
@@ -193,8 +193,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
-        if no other request uses the node or has hit it, and if the retention is the same."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only if
+        no other request uses the node or has hit it, and if the node has the given retention."""
         return (
             node.parent is not None
             and not node.children
@@ -216,8 +216,9 @@ class RadixTree(Checkpoints):
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """Add one block to every node of `nodes`. `may_append` must be true for each of them. Has the same effect
-        as `publish`."""
+        """Add one block to every node of `nodes`. `may_append` must be true for each node. `data` contains the tokens
+        of all blocks as bytes, and `rows[i]` the page ids of the block for `nodes[i]`. Has the same effect as `publish`
+        for each node."""
         self.pages.add_cached(rows, None)
         if self.pages.owners:
             self.pages.own_each(rows, nodes)
@@ -419,7 +420,8 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf gets the rank FIRST."""
+        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf gets the rank FIRST and
+        is evicted before other entries."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

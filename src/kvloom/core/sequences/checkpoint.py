@@ -77,7 +77,8 @@ def node_at(
     state: CacheState, seq: Sequence, position: int, now: float, closing: bool = False
 ) -> Node | None:
     """Return the tree node that contains the token before `position`, or None at position 0. If the tree lacks tokens
-    of the sequence before `position`, adds these tokens first. Their last block may be partial."""
+    of the sequence before `position`, adds these tokens first. Their last block may be partial. `closing` states that
+    the caller will close the sequence next."""
     if position <= seq.published:
         node: Node | None = seq.node
         while node is not None and node.start >= position:
@@ -99,8 +100,8 @@ def publish(
     lock: bool = False,
 ) -> Node:
     """Add tokens [first, last) of a sequence to the tree after `node`, and return the node where they end. If the tree
-    already has some of the full blocks, the sequence uses the tree's pages and releases its own. `lock` moves the
-    sequence's lock to the returned node."""
+    already has some of the full blocks, the sequence uses the tree's pages and releases its own. `closing` states that
+    the caller will close the sequence next. `lock` moves the sequence's lock to the returned node."""
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
     rows = table.T.copy()

@@ -4,9 +4,9 @@
     pages      in host memory       in the pool            groups with full attention
                none                 inside the window      groups with a window: they drop pages by themselves
 
-Attention reads both parts and joins the results. The sequence owns its cold runs and releases them when it closes. A
-sequence with cold blocks leaves the radix tree and publishes no further blocks, because a path of the tree must not
-have gaps.
+Attention reads both parts and joins the results. Consecutive blocks that became cold together are a cold run. The
+sequence owns its cold runs and releases them when it closes. A sequence with cold blocks leaves the radix tree and
+publishes no further blocks, because a path of the tree must not have gaps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
     """Return the page ids of the next blocks that can become cold, at most `most` blocks. The result is indexed
     [blocks, columns]. Columns of windowed groups contain 0.
 
-    These blocks are full, and all layers have computed them, including recurrent layers. All queries of a step then
-    come after the cold tokens. Run the pending copies before you read the pages.
+    These blocks are full, and all layers have computed them, including recurrent layers. The queries of later steps
+    therefore come after the cold tokens. Run the pending copies before you read the pages.
     """
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks
@@ -40,7 +40,8 @@ def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
 
 
 def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
-    """Make the next blocks of a sequence cold, and release their pages in the pool. `run` contains their bytes."""
+    """Make the next blocks of a sequence cold, and release their pages in the pool. `run` contains the pages in host
+    memory to which the caller has copied these blocks."""
     rows = coldable_pages(state, seq, len(run.pages))
     if len(rows) < len(run.pages):
         raise ValueError(

@@ -93,8 +93,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each sequence, given by row numbers. Sequences that are the only user of their node
-    are published together, which is cheaper."""
+    """Publish one full block of each sequence. `rows` contains the row numbers of the sequences. Blocks of sequences
+    that are the only user of their node are published together, which is cheaper."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -114,8 +114,8 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
-    """Publish the full blocks `data`, which follow the published tokens. If the request does not store blocks, only
-    `seq.published` is increased."""
+    """Publish full blocks. `data` contains their tokens, which follow the published tokens. If the request does not
+    store blocks, only `seq.published` is increased."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:
@@ -188,8 +188,8 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
     """Release a sequence's pages that are now outside a window. Published pages stay cached, and other pages become
     free.
 
-    If the live states cover fewer tokens than the sequence has, the later tokens will be computed again. The windows
-    of these tokens are therefore kept.
+    If the live states cover fewer tokens than the sequence has, the tokens after the states will be computed again.
+    Pages in the windows of these tokens are therefore kept.
     """
     row, table, tree = seq.row, state.block_tables, state.tree
     length = int((table.state_length if state.has_states else table.length)[row])
@@ -209,8 +209,8 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
     """Do the work of `_leave_windows` for many sequences at once: in each sequence, release the one block that has left
-    the window. `rows` are the row numbers of the sequences. Sequences that share a page, or that have different accounts, are
-    processed one by one.
+    the window. `rows` are the row numbers of the sequences. If sequences share a page, or if there are several
+    accounts, all sequences are processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:

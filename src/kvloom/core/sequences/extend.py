@@ -64,8 +64,9 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
-    """Reserve pages for `n` more tokens of many open sequences, given by row numbers. `n` is one number, or one for
-    each sequence. Returns the number of missing pages, or 0 on success."""
+    """Reserve pages for `n` more tokens of many open sequences. `rows` contains the row numbers of the sequences. `n`
+    is one number, or an array with one number for each sequence. Returns the number of missing pages, or 0 on
+    success."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     n = n if isinstance(n, np.ndarray) else index(n)
@@ -129,8 +130,8 @@ def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate the live states of a sequence, and queue the copy of the snapshot into them. The pages must already be
-    charged to the account."""
+    """Allocate the live states of a sequence. If the sequence resumes from a snapshot, queue the copy of the snapshot
+    to the live states. The pages must already be charged to the account."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:

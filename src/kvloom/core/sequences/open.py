@@ -233,8 +233,9 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
-    """Publish the partial last block, and take a checkpoint at the end of the sequence. The live states of the
-    sequence become the snapshot. Returns the node where the tokens end."""
+    """Publish the partial last block, and take a checkpoint at the end of the sequence if the model needs checkpoints.
+    The live states of the sequence become the snapshot. Returns the node where the published tokens end. If
+    `CheckpointPolicy.turn_end` is off, models that need checkpoints publish nothing here."""
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:

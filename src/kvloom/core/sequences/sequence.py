@@ -26,7 +26,7 @@ __all__ = ["ColdRun", "Sequence", "SequenceOwner", "ensure_open", "mark_special"
 
 
 class SequenceOwner(Protocol):
-    """The methods of the cache that a sequence calls."""
+    """The attributes and methods of the cache that a sequence uses."""
 
     layout: PoolLayout
     block_tokens: int
@@ -48,8 +48,8 @@ class ColdRun:
     """Consecutive cold blocks. `pages` contains their page ids in host memory, indexed [blocks, columns]. Columns of
     windowed groups are unused.
 
-    `last_hash` is the block hash of the last block, or None. Forks share a run. `on_release` is called when the last
-    sequence releases the run.
+    `last_hash` is the block hash of the last block, or None. `users` is the number of sequences that share the run: a
+    sequence and its forks. `on_release` is called when the last of them releases the run.
     """
 
     pages: Ids
@@ -182,7 +182,7 @@ class Sequence:
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
 
     def release_cold_runs(self) -> None:
-        """Release the cold blocks of the sequence, because it is closed or starts again."""
+        """Release the cold runs of the sequence, because the sequence closes or starts again at token 0."""
         for run in self.cold_runs:
             run.release()
         self.cold_runs, self.cold_blocks = [], 0
