@@ -1,6 +1,6 @@
 """The stored format of a page: a header, a checksum per layer run, optional compression and encryption.
 
-    header "KVLP"  version u16  method u8  cipher u8       little endian; version 1: not sealed, 3: sealed, 2: legacy sealed
+    header "KVLP"  version u16  method u8  cipher u8       little endian; version 1 unsealed, 3 sealed, 2 legacy sealed
            block hash 16  group u32  form 16
            runs u32  run_bytes u32  stored at u32          seconds since 1970; 0: written by an earlier release
            runs x checksum u64                             xxh3 of the run as in the pool; sealed: as stored
