@@ -220,8 +220,8 @@ class HostIndex:
         """Evicts pages until one page of `size` bytes can be allocated. Returns its slot in a list, or [] if this
         fails. Used if no page is free and the next page to evict is in use or has another size.
 
-        If the next page to evict has another size, its whole slab is evicted, so that the slab can be cut into pages of
-        the new size. An account at its limit evicts only its own pages.
+        If the next page to evict has another size, its whole slab is evicted. The slab can then be cut into pages of
+        `size` bytes. An account at its limit evicts only its own pages.
         """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
