@@ -1,11 +1,11 @@
 """Tiers: locations for pages outside the device pool, from host memory to other machines.
 
-    tier.py             the Tier protocol: objects, forms, ranges
+    tier.py             the Tier protocol; batches of pages (Objects), their byte layout (Form), their memory (Ranges)
     transfer.py         transfers, outcomes and counts
-    registry.py         tiers by URL; schemes of other packages by entry point
-    options.py          options of a URL
+    registry.py         opens tiers by URL; other packages can add URL schemes
+    options.py          parses the options of a tier's URL
     page_changes.py     the pages that a tier stored and removed, for block events
-    shares.py           tenants' shares of a tier
+    shares.py           limits and guaranteed parts of a tier's capacity, per tenant
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that splits pages into units of HASH_TOKENS tokens, for servers with different block sizes
     value_tier.py       a tier that stores pages as float32 values, for servers with different KV dtypes

@@ -1,5 +1,5 @@
-"""Memory that starts and ends at a multiple of the disk's block size. O_DIRECT and registered transfers need such
-memory."""
+"""Memory that starts and ends at a multiple of the disk's block size. O_DIRECT needs such memory. Buffers that are
+registered with NIXL or Mooncake also use it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
-    write   exact or lossy form of a page    -> stored re-encoded, under the same block hash and the lossy form (exact=False)
-    read    lossy form                       -> decoded to the page's own dtype; with this form, the caller accepts the loss
-            exact form                       -> a miss: lossy bytes never replace computed bytes
+    write a page in either form    -> stored re-encoded, under its block hash and its lossy form (exact=False)
+    read the lossy form            -> decoded to the page's own dtype; by this form, the caller accepts the loss
+    read the exact form            -> a miss: lossy bytes never replace computed bytes
 
 Each layer run is encoded separately, so layers can load one after the other. `encoding/quantisation.py` has the
 arithmetic.
@@ -49,9 +49,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the batch of objects under which the inner tier stores the re-encoded pages. The exact and the
-        lossy form of a page have the same object in the inner tier.
-        """
+        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page are the same object
+        in the inner tier."""
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
         else:
@@ -98,8 +97,8 @@ class LossyTier(WrappedTier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Re-encodes pages and writes them. A page that was read from this tier already has an error. Writing the page
-        again adds up to half a quantisation step."""
+        """Re-encodes pages and writes them. A page that was read from this tier already has a rounding error. Writing
+        the page again adds an error of up to half a quantisation step."""
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)

@@ -41,8 +41,8 @@ class PageChanges:
         )  # key, and block hash of a stored page, or None for a removed page
 
     def stored(self, keys: Iterable[bytes], block_hashes: Sequence[bytes]) -> None:
-        """Record stored pages. `block_hashes` has one block hash per key. A block hash may consist of several units
-        (`core.BlockHash`)."""
+        """Record stored pages. `block_hashes` has one block hash per key. The hash of a block with several units
+        (`core.BlockHash`) also contains the hashes of the units."""
         self._changes.extend(zip(keys, block_hashes, strict=True))
 
     def removed(self, keys: Iterable[bytes]) -> None:
@@ -50,8 +50,8 @@ class PageChanges:
         self._changes.extend((key, None) for key in keys)
 
     def take(self) -> list[PageChange]:
-        """Return all changes and clear the list. Changes whose key does not contain a block hash (derived keys) are
-        left out."""
+        """Return all changes and clear the list. Changes whose key is not KEY_BYTES long are left out, because such a
+        key contains no block hash."""
         found = []
         for _ in range(len(self._changes)):
             key, block_hash = self._changes.popleft()
@@ -67,6 +67,7 @@ class SupportsChanges(Protocol):
     """A tier that can record the changes of its pages."""
 
     def watch(self) -> PageChanges | None:
-        """Record changes from now on. The pages that the tier already has are the first changes. Returns None if the
-        stored keys do not contain block hashes, for example because pages are encrypted."""
+        """Record changes from now on, and return the list to which they are added. The pages that the tier already has
+        are the first changes. Returns None if the stored keys do not contain block hashes, for example because pages
+        are encrypted."""
         ...

@@ -105,7 +105,7 @@ def scheme_of(url: str) -> str:
 
 
 def find_parser(scheme: str) -> Parser:
-    """Imports and returns the parser of a scheme. Schemes of this package take precedence.
+    """Imports and returns the parser of a scheme. Schemes of this package take precedence over entry points.
 
     Raises ValueError if several packages define the scheme, or if the module of an entry point cannot be imported.
     """
@@ -208,7 +208,7 @@ def is_optional(url: str) -> bool:
 
 
 def mark_optional(url: str) -> str:
-    """Returns a URL with the option `optional=1`."""
+    """Returns the URL with the option `optional=1` (see `is_optional`)."""
     rest = _without_optional(url)
     return f"{rest}{'&' if '?' in rest else '?'}optional=1"
 

@@ -26,11 +26,12 @@ __all__ = [
 ]
 
 SHARED_OWNER = bytes(16)
-"""The owner id of pages that are not counted for a single tenant."""
+"""The owner id of the common account, which all tenants without a share use."""
 
 
 def tenant_owner(tenant: str) -> bytes:
-    """Returns the id of a tenant in stored data, which is a digest of its name."""
+    """Returns the id of a tenant in stored data, which is a digest of its name. The id of the empty name is
+    SHARED_OWNER."""
     if not tenant:
         return SHARED_OWNER
     return blake2b(tenant.encode(), digest_size=len(SHARED_OWNER), person=b"kvloom.owner").digest()
@@ -56,7 +57,8 @@ Shares = Mapping[str, Share]
 
 
 class Account:
-    """The bytes of one tenant in one tier. Not thread-safe: the tier's lock guards it."""
+    """The limit, the guaranteed part and the use of one account in one tier, in bytes. An account belongs to one tenant
+    with a share, or to all other tenants. Not thread-safe: the tier's lock guards it."""
 
     __slots__ = ("guaranteed", "limit", "used")
 
@@ -66,13 +68,13 @@ class Account:
 
     @property
     def is_above_guarantee(self) -> bool:
-        """Whether other tenants may evict pages of this account."""
+        """Whether the tenant uses more than its guaranteed part. Other tenants may then evict its pages."""
         return self.used > self.guaranteed
 
 
 class TenantAccounts:
-    """The shares of tenants in bytes. All connections to a store use it, if the store counts the bytes of tenants
-    itself."""
+    """The limit and the guaranteed bytes of each tenant with a share. Used for stores that count the bytes of tenants
+    themselves, such as Redis or a peer. All connections of a tier share one instance."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -106,8 +108,12 @@ class SupportsShares(Protocol):
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns the shares of tenants. A quota in bytes becomes a fraction of the pool (`pool_bytes`). The same fraction
-    applies to every tier. A tenant with neither quota nor weight gets no share."""
+    """Returns the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight gets
+    no share.
+
+    The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guaranteed part is the protected
+    part of the tenant's weight, divided by the sum of all weights.
+    """
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)
     return {

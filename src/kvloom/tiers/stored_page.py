@@ -21,8 +21,8 @@ _PROTECTS = {0: "none", 1: "encrypt", 2: "encrypt", 3: "authenticate"}
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One stored page. `head` is None if the header was not read. If the tier separates tenants, `tenant` is a digest
-    of the tenant's name.
+    """One stored page. `head` is None if the header was not read. `tenant` is a digest of the tenant's name, or empty
+    if the tenant has no share.
 
     `idle_seconds` is the time since the last use of the page (Redis), or since its file was written (disk).
     `is_expired` is set if the page's age exceeds the TTL in the tier's URL.
@@ -37,8 +37,8 @@ class StoredPage:
 
     @property
     def format(self) -> str:
-        """The format of the page in words: group, form, page size, compression and protection. With a key file, group
-        and form are unknown and left out."""
+        """The format of the page in words: group, form, page size, compression and protection. For a page that is
+        sealed with a tenant's key, group and form are unknown and left out."""
         if self.head is None:
             return "not read"
         size = self.head.runs * self.head.run_bytes
@@ -85,8 +85,8 @@ class StoredPages(Protocol):
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares the body of a stored page with the checksums in the page's header. Needs no key, because checksums cover
-    the stored bytes."""
+    """Compares the body of a stored page with the checksums in the page's header. Needs no tenant's key, because the
+    checksums of sealed pages cover the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT
     if not head.cipher:

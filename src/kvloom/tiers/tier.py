@@ -1,11 +1,12 @@
 """The Tier protocol: batched lookup, read, write and drop of objects. Reads and writes use ranges of the caller's
 memory.
 
-    object   one page, split into equal layer runs. Its key is block hash + group + form (byte layout)
-    range    the bytes of one page in the caller's buffer, given by their start. A read may request only some runs
+    object   one page. Its key contains the block hash, the layer group and the form (byte layout)
+    range    the memory of one page in the caller's buffer, given by its start
 
-A layer run is the data of one layer in the page. A tier handles keys and bytes. It does not depend on layer kinds,
-tokens, devices or torch. All that a tier uses of a tenant is its encryption key and its share of the capacity.
+A page consists of equal layer runs. A layer run is the data of one layer, or the whole page. Each layer run has a
+checksum. A read may request only some layer runs of a page. A tier handles keys and bytes. It does not depend on layer
+kinds, tokens, devices or torch. Of a tenant, a tier uses only the encryption key and the share of the capacity.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ MAX_RUNS = 1 << 16
 
 
 class TierError(RuntimeError):
-    """Raised only when a tier cannot be opened. The message states the remedy."""
+    """Raised if a tier cannot be opened or set up, never by its reads and writes. The message states the remedy."""
 
 
 @dataclass(frozen=True)
 class Form:
     """The byte layout of an object. Two servers can share pages only if their forms are equal in every field.
 
-    `run_bytes` is the size of a layer run, which is the data of one layer. Each layer run has a checksum, and a
-    read requests whole layer runs. `shard` and `layout` are free text, such as a parallel rank or the fingerprint
-    of a page layout. `exact=False` marks re-encoded (lossy) bytes.
+    `order` names the order of the axes, such as LFHTD (layer, field, head, token, dim). `run_bytes` is the size of a
+    layer run, which is the data of one layer or the whole page. Each layer run has a checksum, and a read requests
+    whole layer runs. `shard` and `layout` are free text. `shard` names the part of the model or block, such as a
+    parallel rank. `layout` describes the layers and fields of the page. `exact=False` marks pages that may be
+    re-encoded (lossy).
     """
 
     dtype: str
@@ -78,7 +81,7 @@ class Form:
 
     @property
     def runs(self) -> int:
-        """Number of runs in a page: equal parts of `run_bytes`, each with the bytes of one layer."""
+        """Number of layer runs in a page."""
         return self.page_bytes // self.run_bytes
 
     @cached_property
@@ -125,7 +128,8 @@ class Objects:
         return Objects(hashes, self.group, self.form, self.tenant)
 
     def with_keys(self, keys: list[bytes]) -> Objects:
-        """Returns a batch of the same objects with other keys, one per object."""
+        """Returns a batch of the same objects with other keys, one per object. Tiers with a key file store pages under
+        such keys."""
         renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
         return renamed
@@ -135,7 +139,7 @@ class Objects:
 class Ranges:
     """The memory of a batch: a buffer, and the start of each object's page in the buffer. Does not copy the buffer.
 
-    A disk tier reads directly into memory that is aligned to 4096 bytes.
+    If the pages are aligned to 4096 bytes, a disk tier can transfer them without a copy.
     """
 
     buffer: Any  # any object with the buffer protocol; a uint8 array after initialisation
@@ -172,7 +176,8 @@ class Ranges:
         return int(self.bytes.__array_interface__["data"][0])
 
     def check(self, objects: Objects, writable: bool) -> None:
-        """Raises ValueError unless the page of every object lies inside the buffer."""
+        """Raises ValueError unless there is one range per object and every page lies inside the buffer. With
+        `writable`, also raises ValueError if the buffer is read-only."""
         starts, size = self.starts, objects.form.page_bytes
         if len(starts) != len(objects):
             raise ValueError(f"{len(starts)} ranges for {len(objects)} objects: give one offset per object")
@@ -221,8 +226,7 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every object to the same offsets in the object's range. Returns the
-        transfer.
+        """Reads bytes [start, stop) of every page to the same position in the object's range. Returns the transfer.
 
         `part` is (start, stop) and must begin and end at boundaries of layer runs. None means the whole page. A
         tier serves reads in the order of the calls, so layers that are requested first arrive first.
@@ -230,8 +234,8 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. Returns the transfer. The outcome OK means that the page is stored. In a disk tier, it
-        then survives a crash. An object that is already stored also gets OK."""
+        """Writes whole objects. Returns the transfer. The outcome OK means that the page is stored now, or was stored
+        before. In a disk tier, such a page survives a crash."""
         ...
 
     def drop(self, objects: Objects) -> int:

@@ -23,7 +23,7 @@ _SHORT_LIST = 64
 
 
 class Outcome(IntEnum):
-    """The result for one object. Every value except OK means a miss, and states its reason."""
+    """The result for one object. Every value except PENDING and OK is a miss, and names its reason."""
 
     PENDING = 0
     OK = 1
@@ -58,9 +58,8 @@ def describe_outcome(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """A snapshot of a tier. `reads` and `writes` count objects by outcome since the tier was opened. `tenants` has
-    the bytes of each tenant with a share.
-    """
+    """The counts of a tier at one time. `reads` and `writes` count objects by outcome since the tier was opened.
+    `tenants` has the bytes of each tenant with a share. `notes` are messages for the operator."""
 
     objects: int
     bytes: int
@@ -83,7 +82,8 @@ class TransferCounts:
         self._bytes: Counter[str] = Counter()
 
     def add(self, verb: str, outcome: int, objects: int, size: int) -> None:
-        """Counts objects by operation and outcome, and their bytes if the outcome is OK."""
+        """Counts objects by operation and outcome. `verb` is read or write. Counts the bytes `size` only if the outcome
+        is OK."""
         with self._lock:
             self._counts[verb, outcome] += objects
             if outcome == Outcome.OK:
@@ -98,7 +98,8 @@ class TransferCounts:
         notes: tuple[str, ...] = (),
         tenants: Mapping[str, int] | None = None,
     ) -> TierStats:
-        """Returns the counts with these sizes as the statistics of a tier."""
+        """Returns the statistics of a tier: these counts and the given figures. `size` is the number of stored
+        bytes."""
         with self._lock:
             by_verb = {
                 verb: {Outcome(o).name.lower(): n for (v, o), n in self._counts.items() if v == verb}
@@ -178,9 +179,8 @@ class Transfer:
 
     @property
     def failed(self) -> bool:
-        """Whether an object has an outcome other than OK. `reason` contains the message of the medium, if there is
-        one.
-        """
+        """Whether any object already has an outcome other than OK. `reason` contains the message of the medium, if
+        there is one."""
         return bool((self.results > Outcome.OK).any())
 
     @property
@@ -199,8 +199,8 @@ class Transfer:
             return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """Gives pending objects the outcome LATE. Returns `released`. While this is False, the tier still uses the
-        ranges."""
+        """Gives pending objects the outcome LATE. Returns `released`. While `released` is False, the tier still uses
+        the ranges."""
         with self._changed:
             self._cancelled = True
         self.settle_pending(Outcome.LATE)

@@ -23,13 +23,14 @@ def check_ttl(ttl: float) -> None:
 
 
 def expiry_cutoff(ttl: float) -> float:
-    """Returns the cutoff time. Pages that were stored before this time have expired."""
+    """Returns the cutoff time. Pages that were stored before this time have expired. Returns 0 if `ttl` is 0, because
+    pages then never expire."""
     return now() - ttl if ttl else 0.0
 
 
 class Expiry:
-    """Decides which pages of a store have expired. Pages of earlier releases contain no write time. Their age counts
-    from the time when this process opened the tier."""
+    """Decides which pages of a tier have expired. Pages of earlier releases contain no write time, so their `stored_at`
+    is 0. Their age counts from the time when this process opened the tier."""
 
     def __init__(self, ttl: float = 0) -> None:
         self.ttl, self._opened_at = ttl, now()

@@ -1,5 +1,5 @@
-"""A tier that stores pages in units of HASH_TOKENS tokens inside another tier. Servers with different block sizes
-can share it.
+"""A tier that stores pages in units of HASH_TOKENS tokens inside another tier. Servers with different block sizes can
+share the other tier.
 
     caller   pages of N · HASH_TOKENS tokens      one hash per unit of HASH_TOKENS tokens (`core.BlockHash`)
     inner    pages of HASH_TOKENS tokens          the objects of a server with that block size
@@ -38,10 +38,10 @@ class UnitForm:
 
 
 class UnitTier(WrappedTier):
-    """Wraps the tier `inner` and stores pages of `forms` as units. Pages of other forms pass unchanged.
+    """Wraps the tier `inner`. Pages whose form is in `forms` are stored as units. Other pages pass unchanged.
 
-    With `has_whole_pages`, the inner tier is the host memory of another server, which may have the same block size.
-    Whole pages are then looked up first, and units only for pages that are missing. Pages are written whole.
+    With `has_whole_pages`, the inner tier is the host memory of another server, which may have the same block size. A
+    lookup or read then tries the whole page first, and its units only if the page is missing. Writes store whole pages.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class UnitTier(WrappedTier):
         return self.inner.watch() if isinstance(self.inner, SupportsChanges) else None
 
     def stored_form(self, form: Form) -> Form:
-        """Returns the form in which pages of `form` are stored."""
+        """Returns the form of the units into which pages of `form` are divided, or `form` itself if they are not
+        divided."""
         unit = self._unit_form(form)
         return form if unit is None else unit.form
 

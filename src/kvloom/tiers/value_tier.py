@@ -1,10 +1,11 @@
-"""A tier that stores the values of pages inside a re-encoding tier. Servers with different KV dtypes can share the
-tier.
+"""A tier that converts pages to float32 values, and stores the values in a lossy tier. Servers with different KV dtypes
+can share the lossy tier.
 
     caller   pages in the KV dtype of the server    for example bf16, or int8 with scales
     inner    the values of the pages in float32     one form for all KV dtypes; `LossyTier` re-encodes them
 
-The inner tier is lossy, so only lossy requests read its pages. `encoding/page_values.py` has the arithmetic.
+The inner tier is lossy, so only requests that accept lossy pages read from it. `encoding/page_values.py` has the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ValueForm:
 
 
 class ValueTier(WrappedTier):
-    """Stores pages in the lossy tier `inner`. Pages of `forms` are stored as values. Pages of other forms are
+    """Stores pages in the lossy tier `inner`. Pages whose form is in `forms` are stored as values. Other pages are
     stored unchanged."""
 
     def __init__(self, inner: Tier, forms: Mapping[Form, ValueForm], threads: int = 2) -> None:

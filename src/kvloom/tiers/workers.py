@@ -1,6 +1,6 @@
-"""Daemon threads that run jobs in order. The process can exit even if a thread hangs in a call of a medium.
+"""Daemon threads that run jobs in order. The process can exit even if a call to a medium hangs in a thread.
 
-Each thread passes its own scratch memory and codec to its jobs.
+A thread of a tier has its own scratch memory and codec (`Tools`), which its jobs use one after another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Job = TypeVar("Job")
 
 
 class Workers(Generic[Job]):
-    """`count` threads, each of which calls `run(job)` for one job after another. `run` must not raise."""
+    """`count` threads that take jobs from one queue. `make_run` is called once per thread and returns a function `run`.
+    The thread calls `run(job)` for each of its jobs. `run` must not raise."""
 
     def __init__(self, count: int, name: str, make_run: Callable[[], Callable[[Job], None]]) -> None:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -77,7 +77,8 @@ class WrappedTier(Tier):
         )
 
     def _submit(self, transfer: Transfer, work: Callable[[], None]) -> Transfer:
-        """Runs `work` in a thread. `work` sets the outcomes of the transfer."""
+        """Runs `work` in a thread and returns the transfer. `work` sets the outcomes of the transfer. If `work` raises,
+        pending objects get the outcome FAILED."""
 
         def job() -> None:
             if not transfer.begin_access():

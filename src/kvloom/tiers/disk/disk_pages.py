@@ -26,7 +26,7 @@ __all__ = ["DiskPages"]
 
 
 class _UnchangedFiles(SystemFiles):
-    """Read-only access to a directory. The server that owns the files may remove them at any time."""
+    """The files of a directory. `remove` has no effect. The server that owns the files may remove them at any time."""
 
     def remove(self, name: str) -> None:
         return

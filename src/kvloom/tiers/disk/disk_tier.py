@@ -64,11 +64,15 @@ class DiskConfig:
 
     - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With "process", a
       stored page survives only the end or crash of the process.
-    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the smaller
-      of 64 MiB and a quarter of the capacity.
-    - `pending_bytes`: the limit of queued and running reads, and of queued and running writes, in bytes. Objects beyond
-      the limit get the outcome BUSY.
-    - `copy_forward`: when a segment is evicted, its pages that were read are copied to another segment.
+    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the smaller of
+      64 MiB and a quarter of the capacity.
+    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of the same
+      size. Objects beyond the limit get the outcome BUSY.
+    - `evict`: the segment that is evicted first, the oldest or the least recently used.
+    - `copy_forward`: when a segment is evicted, the pages in it that were read are first copied to another segment.
+    - `direct`: whether files are opened with O_DIRECT, if the file system supports it.
+    - `readers`: the number of reading threads.
+    - `close_seconds`: how long `close` waits for the writing threads, and then for the reading threads.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 

@@ -199,11 +199,14 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError if the path is a symbolic link of another user, except root. Also raises TierError if another
-    user owns the directory and every user may replace files in it.
+    """Checks whether other users can replace the files of a tier in this directory. The sticky bit prevents users from
+    replacing files of other users.
 
-    Logs a warning if this user owns a directory in which every user may replace files. Logs a warning if another user
-    except root owns the directory. The sticky bit prevents users from replacing files of other users.
+    Raises TierError if `path` is a symbolic link that another user, except root, created. Also raises TierError if
+    another user owns the directory and every user may replace files in it.
+
+    Logs a warning if this user owns the directory and every user may replace files in it. Also logs a warning if
+    another user except root owns the directory.
     """
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
@@ -224,7 +227,8 @@ def _check_directory(path: Path, directory: int) -> None:
 
 
 def lock_directory(path: Path) -> tuple[int, int]:
-    """Creates a directory and locks it for one process. Returns the descriptors of the directory and of the lock.
+    """Creates a directory if it is missing, and locks it for this process. Returns the descriptors of the directory and
+    of the lock.
 
     The lock ends with the process, even after a crash.
     """
@@ -244,7 +248,8 @@ def lock_directory(path: Path) -> tuple[int, int]:
 
 
 def _lock(path: Path, directory: int) -> int:
-    """Locks a directory that was checked before. Returns the descriptor of the lock."""
+    """Checks and locks a directory. Returns the descriptor of the lock. Raises TierError if the directory is unsafe or
+    another process uses it."""
     _check_directory(path, directory)
     try:
         lock = _open_own("lock", os.O_CREAT, directory)

@@ -1,10 +1,11 @@
 """Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the order
 of writing.
 
-A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the
-second last segment of an earlier release may also have partly written pages. The flag `is_verified` of the records of
-both segments is therefore False. The tier prefers a verified copy of such a page, or reads the older copy to verify
-it. A new write stores the page again. This module does not use the tier's shares and index.
+A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the second
+last segment of an earlier release may also have partly written pages. Records of these two segments therefore have
+`is_verified=False`. Such a record does not replace an older copy of the page that is verified or intact. A write of the
+page stores it again, unless a read has verified the record before. This module does not use the tier's shares and
+index.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ __all__ = ["RecoveredSegments", "recover", "replaces"]
 
 @dataclass(slots=True)
 class RecoveredSegments:
-    """The result of recovery. `numbers` are the segment numbers of all files of this user. `records` are the records
-    that were not dropped. `foreign` has the sizes of files that are unreadable or of other versions, by segment
-    number. `unread` are segments that could be read only in part. `still_stored` are dropped keys whose bytes are
-    still on disk."""
+    """The result of recovery.
+
+    - `numbers`: the segment numbers of all files of this user.
+    - `records`: the records that were not dropped.
+    - `foreign`: the sizes of files that are unreadable or of another version, by segment number.
+    - `unread`: the numbers of segments that could be read only in part.
+    - `still_stored`: the dropped keys whose bytes are still on disk.
+    """
 
     numbers: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -107,7 +112,7 @@ def _records(
 
 def replaces(files: Files, record: Record, before: Record | None) -> bool:
     """Returns whether `record` replaces an earlier copy of the same page, `before`. If both copies may be incomplete,
-    this reads the earlier copy, and marks it as verified if its bytes are intact."""
+    the function reads the earlier copy. If its bytes are intact, the earlier copy stays and is marked as verified."""
     if before is None or record.is_verified:
         return True
     if not before.is_verified:

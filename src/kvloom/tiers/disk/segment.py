@@ -1,7 +1,7 @@
 """The file format of a disk tier. A segment file has a header, then frames. A frame has the page headers of some
 objects, then their bodies. Files are append-only.
 
-    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
+    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: no share)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               page headers (see codec)  checksum u64         of the frame's header and page headers, which take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
@@ -112,7 +112,8 @@ class Frame:
 
 
 class Segment:
-    """One open file. `end` is the position of the next frame. A removed segment can be read until it is closed."""
+    """One segment file, which is open. `end` is the position of the next frame. A removed segment can be read until it
+    is closed."""
 
     def __init__(
         self,
@@ -227,8 +228,8 @@ class Segment:
         """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
         headers.
 
-        After a damaged frame, the method searches the following bytes for the next frame. Searches read a damaged file
-        at most a few times.
+        After a damaged frame, the method searches the following bytes for the next frame. All searches together read a
+        damaged file at most a few times.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -312,11 +313,12 @@ class Segment:
         self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
-        """Returns whether a frame fits. One block always stays free: only a sealed file ends at its last frame."""
+        """Returns whether a frame fits into the file. One block after the last frame always stays free. Only a sealed
+        file therefore ends at its last frame."""
         return self.end + frame.span + BLOCK <= self.size
 
     def reopen(self, size: int) -> None:
-        """Extends the file, so that more frames can be appended."""
+        """Extends the file to `size` bytes, so that more frames can be appended."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -325,8 +327,9 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more
-        frames. The file keeps one free block if it is not `is_complete`, so that every later opening knows this."""
+        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more frames.
+        If `is_complete` is False, the file keeps one free block. From this block, a later opening detects that pages
+        may be incomplete."""
         end = self.end if self.is_complete else self.end + BLOCK
         if end < self.size or (end > self.size and not self.is_complete):
             self._files.truncate(self.fd, end)

@@ -1,8 +1,8 @@
 """The owners of a disk tier's segments. Each owner has a segment size and a current segment, which receives its
 writes.
 
-A tenant with a share owns its own segments. The tier enforces the tenant's limit by removing these files. All other
-tenants share one owner. Only the appending thread calls these methods, except `used_bytes`.
+A tenant with a share owns its own segments. If the tenant exceeds its limit, the tier removes some of these files. All
+other tenants share one owner. Only the appending thread calls these methods, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -90,14 +90,13 @@ class SegmentOwners:
         return max(own, key=lambda segment: segment.number, default=None)
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
-        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner`
-        are considered. O(segments).
+        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
+        considered. O(segments).
 
-        Without `own`, segments of `owner`, and of owners that use more than their guaranteed bytes, come first. If
-        there are none, segments of all owners are considered. Segments that another owner still writes to are chosen
-        last.
-        With `oldest`, the oldest segment is chosen, otherwise the least recently used segment. The current segment
-        of `owner` is never chosen.
+        Segments of `owner`, and of owners that use more than their guaranteed bytes, come first. Segments of other
+        owners come last. In both classes, a segment that its owner still writes to is chosen last. With `oldest`, the
+        oldest segment is chosen, otherwise the least recently used segment. The current segment of `owner` is never
+        chosen.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

@@ -1,10 +1,10 @@
-"""Reads pages from disk with several threads. One read has about 256 KiB and is verified at once.
+"""Reads pages from disk with several threads. A read has about 256 KiB, and its bytes are verified immediately.
 
     many pages     a job has whole pages; one call reads pages that are adjacent on disk
     few pages      each page is split into several jobs, so all threads have work
 
-The calling thread only splits the work into jobs. The reading threads compute the disk ranges, so reading starts
-early. A page is OK if all its reads are OK. One failed read sets the outcome of the whole page.
+The calling thread only splits the work into jobs. The reading threads compute the disk ranges, so reading starts early.
+A page is OK if all its reads are OK. If one read fails, the page gets the outcome of this read.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Queues the reads of the bytes `part` of each record. `found` contains (index in the transfer, record) pairs.
-        All records have the same form.
+        """Queues reads of the byte range `part` of each record's page. `found` contains (index in the transfer, record)
+        pairs. All records have the same form.
 
         The caller has counted one reader per record in the segment store (`begin_reads`). The jobs release these
         readers.
@@ -242,8 +242,8 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """Reads the byte range `part` of each record in `found`, which contains (index in the transfer, record) pairs. If
-    several jobs read one page, they share `count`, which counts the unfinished reads. Otherwise `count` is None."""
+    """Reads the byte range `part` of some pages. `found` contains their (index in the transfer, record) pairs. If
+    several jobs read one page, they share `count`, which counts the reads of this page. Otherwise `count` is None."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]

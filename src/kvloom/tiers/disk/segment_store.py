@@ -35,9 +35,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
     """Settings of the store. `evict` selects the segment to evict: the oldest, or the least recently used. With
-    `copy_forward`, pages of an evicted segment that have been read are copied to a new segment, up to half a
-    segment. `ttl` is the number of seconds after which a page expires. 0 means never. With `sync`, a segment is synced
-    before it is sealed, so that a sealed segment has complete pages also after power loss."""
+    `copy_forward`, pages of an evicted segment that have been read are copied to another segment. The copies fill at
+    most half a segment. `ttl` is the number of seconds after which a page expires. 0 means never. With `sync`, a
+    segment is synced before it is sealed, so that its pages are complete even after power loss."""
 
     capacity: int
     segment_bytes: int
@@ -49,7 +49,7 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """All segments and the index of a disk tier. `lock` guards the index and the counts of the segments. The
+    """All segments and the index of a disk tier. `lock` guards the index, and the readers and keys of each segment. The
     constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
@@ -184,8 +184,8 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments. The tenant's segments of an earlier run are used again.
-        Call this method before the first frame."""
+        """Gives every tenant with a share its own segments. Segments that the tenant already has on disk are used
+        again. Call this method before the first frame."""
         self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
@@ -193,8 +193,8 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame to the current segment of a tenant's owner. Lookups find its records only after `publish`. If
-        OSError is raised, nothing was stored."""
+        """Writes a frame to the current segment for pages of this tenant, and starts a new segment if needed. Lookups
+        find the frame's records only after `publish`. If OSError is raised, nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - 2 * BLOCK:
             raise OSError(
@@ -244,14 +244,14 @@ class SegmentStore:
         return None
 
     def _seal(self, segment: Segment) -> None:
-        """Seals a segment. Syncs its frames first, if pages must survive power loss. The next `sync` raises the error
-        of this sync."""
+        """Seals a segment. If pages must survive power loss, syncs the segment's frames first. If this fails, the next
+        call of `sync` raises the error."""
         if self._config.sync and segment in self._dirty:
             self._sync_error = self._sync_error or self._sync()
         segment.seal()
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Records dropped objects on disk. Otherwise the tier would find them again after the next opening."""
+        """Records dropped objects on disk. Otherwise the tier would find them again when it is next opened."""
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
@@ -299,8 +299,8 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Enlarges the segments of an owner so that a frame of `need` bytes fits. Raises OSError if three segments of
-        this size do not fit into the share."""
+        """Increases the size of an owner's new segments to `need` bytes, if it is smaller. Raises OSError if three
+        segments of this size do not fit into the owner's share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
@@ -333,8 +333,8 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Removes expired segments. Then evicts segments until one more segment fits into the capacity and into the
-        owner's share."""
+        """Removes expired segments. Then evicts segments until one more segment fits into the capacity, and into the
+        limit of the owner's share."""
         self.remove_expired()
         limit = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > limit and self._evict_segment(owner, copy_forward):

@@ -30,7 +30,7 @@ __all__ = ["SegmentWriter"]
 
 _FRAME_BYTES = 16 << 20  # size of a frame; the next frame is sealed while this frame is written
 _FIRST_BYTES = 512 << 10  # size of a call's first frame, so that the disk starts early
-_GROWTH = 4  # frames may grow by this factor, because sealing is this much faster than a disk
+_GROWTH = 4  # a frame may be this much larger than the frame before it, because sealing is this much faster than a disk
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _MAX_SEALED = 2  # number of sealed frames queued for the disk
@@ -46,7 +46,7 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """The objects of a transfer with the indexes `which`, sealed in one frame. `scratch` is the memory of the bodies,
+    """A frame with some objects of a transfer, given by their indexes `which`. `scratch` is the memory of the bodies,
     or None if the frame uses the caller's memory."""
 
     transfer: Transfer
@@ -58,8 +58,9 @@ class _SealedFrame:
 
 
 class SegmentWriter:
-    """Writes pages with three daemon threads (see this module). `pending` counts the bytes of pages that are queued
-    or being written."""
+    """Writes pages with three daemon threads, which the module docstring describes. With `sync`, a page gets the
+    outcome OK only after it was synced to disk. `pending` counts the bytes of pages that are queued or being written.
+    """
 
     def __init__(self, store: SegmentStore, codec: Codec, sync: bool) -> None:
         self._store, self._sync = store, sync

@@ -19,10 +19,10 @@ from .files import Files
 __all__ = ["DroppedRecords", "Tombstones"]
 
 DroppedRecords = Sequence[tuple[bytes, int, int]]
-"""(key, segment, offset) of each dropped object."""
+"""(key, segment number, offset in the segment) of each dropped object."""
 _LINE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _NAME = "dropped"
-_READ_LINES = 16384  # bytes read at once
+_READ_LINES = 16384  # lines read at once
 
 
 class Tombstones:

@@ -1,11 +1,11 @@
 """Encodings of pages outside the pool. They do not depend on the medium.
 
 codec.py          the stored format: header, checksums, compression
-checksums.py      xxh3 per layer run, also during copies and I/O
+checksums.py      one xxh3 checksum per layer run, alone or during copies and I/O
 encryption.py     keys of tenants: encrypt or authenticate
 quantisation.py   re-encoding to int8 or fp8
-page_values.py    the values of a page, for any KV dtype
-formats.py        memory formats of other systems and other block sizes
+page_values.py    the values of a page as float32, for any KV dtype
+formats.py        conversion to formats of other systems and to other block sizes
 """
 
 from .checksums import (

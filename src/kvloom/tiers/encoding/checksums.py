@@ -1,8 +1,8 @@
-"""Checksums (64-bit xxh3) of the layer runs of a page. A layer run is the data of one layer in the page. The checksums
-can be computed alone, or during a copy, a read, a send or a receive.
+"""Checksums (64-bit xxh3) of the layer runs of a page. A layer run is the data of one layer, or the whole page. The
+checksums can be computed alone, or during a copy, a read, a send or a receive.
 
 If the package was built with a compiler, native code handles a whole page in one call, without the interpreter lock.
-Otherwise the package xxhash computes the same results run by run. This module does not depend on formats.
+Otherwise the package xxhash computes the same results, one layer run at a time. This module does not depend on formats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stored format of a page: a header, a checksum per layer run, optional compression and encryption.
 
-    header "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 legacy sealed
+    header "KVLP"  version u16  method u8  cipher u8       little endian; version 1 unsealed, 3 sealed, 2 legacy sealed
            block hash 16  group u32  form 16
            runs u32  run_bytes u32  stored at u32          seconds since 1970; 0: written by an earlier release
            runs x checksum u64                             xxh3 of the run as in the pool; sealed: as stored
@@ -9,9 +9,10 @@
            checksum u64                                    xxh3 of the header up to here
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
-A run is sealed if it is encrypted or authenticated with a tenant's key. A page is plain if it is neither compressed
-nor sealed. The cipher is 0 (not sealed), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM
-of format version 2, whose pages are stored under `Objects.keys`. Such pages are still read, but no longer written.
+A run is a layer run. It is sealed if it is encrypted or authenticated with a tenant's key. A page is plain if it is
+neither compressed nor sealed. The cipher is 0 (not sealed), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher
+1 is AES-256-GCM of format version 2, whose pages are stored under `Objects.keys`. Such pages are still read, but no
+longer written.
 
 A codec with keys refuses pages that are not sealed. If a page fails verification, the result is an Outcome. No
 exception is raised, and no bytes are returned. This module does not depend on files or stores.
@@ -69,9 +70,10 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """The parsed header of a stored page. `stored_lengths` are the lengths of the layer runs in the body, or None
-    if layer runs are stored unchanged. `salt` and `cipher` are set if layer runs are sealed. `stored_at` is the
-    time of the write, or 0 if it is unknown."""
+    """The parsed header of a stored page. `method` is the compression: 0 none, 1 lz4, 2 zstd. `checksums` has 8 bytes
+    per layer run. `stored_lengths` are the lengths of the layer runs in the body, or None if layer runs are stored
+    unchanged. `salt` and `cipher` are set if layer runs are sealed. `stored_at` is the time of the write, or 0 if it is
+    unknown."""
 
     key: bytes
     method: int
@@ -123,7 +125,7 @@ def max_head_bytes(form: Form) -> int:
 
 
 def max_sealed_bytes(form: Form) -> int:
-    """Returns the largest size of a sealed page, including its header."""
+    """Returns the largest size of a stored page with its header, for any compression and encryption."""
     # A run that compression does not shrink is stored unchanged.
     return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
@@ -165,8 +167,8 @@ def stored_time(data: memoryview) -> int:
 
 
 class Codec:
-    """Compresses and decompresses single layer runs. Use one instance per thread, because compression contexts are
-    not thread-safe. With `keys`, every page is sealed, and pages that are not sealed are refused."""
+    """Compresses and decompresses single layer runs. Use one instance per thread, because compression contexts are not
+    thread-safe. With `keys`, `seal` seals every page, and `unseal` refuses pages that are not sealed."""
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
         self.method, self.keys = method, keys
@@ -255,8 +257,8 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the header of a page, and its stored body as a list of pieces. A plain codec returns the caller's memory
-    as one piece. Raises NoKeyError if the codec has keys but no key for the tenant."""
+    """Returns the header of a page, and its stored body as a list of pieces. If the codec is plain, the body is the
+    caller's memory as one piece. Raises NoKeyError if the codec has keys but no key for the tenant."""
     step, stored_at = form.run_bytes, now()
     if codec.is_plain:
         return Head(key, 0, step, run_checksums(page, step), stored_at=stored_at), [page]

@@ -5,8 +5,8 @@
     stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A sealed run is bound to its tenant's key, its position and its object. It cannot be opened at another
-position or in another object. This module does not depend on formats or tiers.
+HMAC-SHA-256. A run is a layer run. A sealed run is bound to its tenant's key, its position and its object, so it cannot
+be opened elsewhere. This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations
@@ -143,9 +143,8 @@ class Keyring:
             ) from None
 
     def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
-        """Returns the cipher of one page. Raises NoKeyError if the tenant has no key, and TierError if a package is
-        missing.
-        """
+        """Returns the cipher of one page. Its key is derived from the tenant's key and the `salt` of the page. Raises
+        NoKeyError if the tenant has no key, and TierError if a package is missing."""
         key = self._tenant_key(tenant)
         if protect == "authenticate":
             return _Mac(_derive(salt, key, _PERSON_MAC))

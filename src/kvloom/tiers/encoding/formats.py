@@ -50,7 +50,7 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True, slots=True)
 class PageFields:
     """The fields of a page. The page has `layers` layers of `layer_bytes` bytes each, then padding. `tokens` is the
-    number of tokens, or 0 for a state."""
+    number of tokens, or 0 for a recurrent state."""
 
     fields: tuple[Field, ...]
     layers: int
@@ -79,14 +79,14 @@ class PageFields:
 
 
 def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
-    """Copies the tokens of a page to smaller pages (`units`), in order. If the units have fewer tokens than the page,
-    only the first tokens are copied. A state is copied as a whole, to one unit."""
+    """Copies the tokens of a page to smaller pages (`units`), in order. If all units together have fewer tokens than
+    the page, only the first tokens are copied. A recurrent state is copied as a whole, to one unit."""
     _copy_units(page, shape, units, unit, joined=False)
 
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
-    """Copies the tokens of smaller pages (`units`) to a page, in order. If the units have fewer tokens than the page,
-    the rest of the page is set to 0."""
+    """Copies the tokens of smaller pages (`units`) to a page, in order. If all units together have fewer tokens than
+    the page, the rest of the page is set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
 
 

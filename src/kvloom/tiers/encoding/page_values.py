@@ -1,7 +1,7 @@
 """The values of a page as float32, for any KV dtype: K and V, or latents, without padding. Needs only numpy.
 
     page      [layer][field: k, v, k_scale, …]    in the KV dtype and the order of the pool
-    values    [field: k, v][layer, token, head, dim], float32, then zeros up to a whole number of 64 values
+    values    [field: k, v][layer, token, head, dim], float32, padded with zeros to a multiple of 64 values
 
 When values are read, quantised fields are multiplied by their scales. When a page is filled, its quantised fields get
 new scales. A recurrent state is copied byte for byte, because the KV dtype does not apply to states.
@@ -50,7 +50,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of one page in the stored form (float32 values)."""
+        """Number of bytes of one page's values. For a recurrent state, this is the size of its layers."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens

@@ -2,8 +2,9 @@
 
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
-While the arena fills, pages are allocated in ascending order, so the pages of a batch form a few long ranges. This
-module does not depend on objects or eviction. It is not thread-safe. The lock of the host tier guards it.
+While the arena fills, pages are allocated in ascending order, so the pages of a batch form a few long ranges. Long
+ranges are fast to copy. This module does not depend on objects or eviction. It is not thread-safe. The lock of the host
+tier guards it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The index of the host tier: keys, slots, accounts of tenants, and the choice of pages to evict.
 
-    key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
-    account → slots by use      an account loses its least recently used page first; shares protect accounts
+    key → slot → arena page     a slot belongs to one object; an eviction may pass it to a new object of the same size
+    account → slots by use      an account loses its least recently used page first; its guaranteed part is protected
 
 This module is not thread-safe. The lock of the host tier guards it.
 """
@@ -26,7 +26,8 @@ MAX_TENANTS = 256
 
 
 class _Account(Account):
-    """The pages of one tenant: their slots, ordered by last use."""
+    """The pages of one tenant, as slots ordered by last use. `index` is the position of the account in
+    `HostIndex.accounts`."""
 
     __slots__ = ("index", "order")
 
@@ -219,8 +220,8 @@ class HostIndex:
         """Evicts pages until one page of `size` bytes can be allocated. Returns its slot in a list, or [] if this
         fails. Used if no page is free and the next page to evict is in use or has another size.
 
-        If the next page to evict has another size, its whole slab is evicted, so that the slab can be cut anew. An
-        account at its limit evicts only its own pages.
+        If the next page to evict has another size, its whole slab is evicted. The slab can then be cut into pages of
+        `size` bytes. An account at its limit evicts only its own pages.
         """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
@@ -249,8 +250,8 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Returns whether an account has a page that is not in use. Examines the oldest pages first, `tries` at a
-        time. If all of them are in use, marks them as recently used."""
+        """Returns whether an account has a page that is not in use. Examines the oldest pages first, `tries` at a time.
+        If all of these pages are in use, marks them as recently used."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
             if not self.slots.refs[oldest].all():
@@ -270,7 +271,7 @@ class HostIndex:
         O(accounts).
 
         An account at its limit loses its own page. Otherwise the account with the least recently used page is chosen,
-        among `account` and all accounts above their guarantee.
+        among the accounts of `_evictable_accounts`.
         """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
@@ -285,8 +286,8 @@ class HostIndex:
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
         """Returns the accounts whose pages may be evicted for `account`, if `account` is below its limit. These are
-        `account` and all accounts above their guarantee. If `account` is below its own guarantee, only the other
-        accounts are returned, if there are any."""
+        `account` and all accounts that use more than their guaranteed part. If `account` is below its own guaranteed
+        part, only the other accounts are returned, if there are any."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 
@@ -295,9 +296,9 @@ class HostIndex:
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. If
-        `account` stays within its guarantee with one more page of this size, the page may belong to any account.
-        Otherwise the page must belong to `account`, or to an account above its guarantee.
+        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. The page
+        may belong to `account`, or to an account that uses more than its guaranteed part. It may belong to any account,
+        if one more page of this size stays within the guaranteed part of `account`.
 
         A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
         evicted.

@@ -1,5 +1,5 @@
-"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, but does
-not evict the guaranteed part of a tenant for other tenants.
+"""The host tier stores pages in the memory of this process. It evicts the least recently used page first. Pages within
+a tenant's guaranteed part are not evicted for other tenants.
 
 Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
 copies the pages, the caller leases them with `acquire` or `reserve` until the device copies are done. The caller may
@@ -160,7 +160,8 @@ class HostTier(Tier):
         PENDING, then releases the lease.
 
         The result OK means that the object is already stored or loading. FULL means that no page is free and none can
-        be evicted. `writer` is the number of the peer that writes the objects. Only this peer may drop them.
+        be evicted. `writer` is the number of the peer that writes the objects, or 0 for this process. A peer may drop
+        only objects that it wrote, and damaged objects.
         """
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
@@ -288,12 +289,13 @@ class HostTier(Tier):
                     self.index.remove(key, slot)
 
     def ready_checksums(self, slots: Index) -> list[bytes]:
-        """Returns the checksums of the slots whose pages are complete."""
+        """Returns the checksums of the pages in these slots, without pages that are not complete. Computes missing
+        checksums."""
         return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Sets the checksums of new slots. `data` has `size` bytes for each page. Raises ValueError if `data` has
-        another length."""
+        """Sets the checksums of those pages in these slots that are not complete yet. `data` has `size` bytes for each
+        such page. Raises ValueError if `data` has another length."""
         fresh = slots[~self._slots.ready[slots]].tolist()
         if len(data) != len(fresh) * size:
             raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")
@@ -301,7 +303,8 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        """Ends the lease of slots. `written` states which new pages are complete. The other new pages are dropped."""
+        """Ends the lease of slots. `written` states whether new pages are complete, as one value or as one value per
+        slot. Incomplete new pages are dropped."""
         if not len(slots):  # the lease was released before
             return
         at = np.flatnonzero(slots >= 0)

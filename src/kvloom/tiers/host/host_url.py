@@ -1,5 +1,5 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. Only an engine supports the option
-`share`."""
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. The option `share` works only for
+the host tier of an engine."""
 
 from __future__ import annotations
 

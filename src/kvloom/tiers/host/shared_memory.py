@@ -1,5 +1,5 @@
-"""Memory that other processes of this user on this host can map. Through it, peers read the arena of a host tier
-without a copy.
+"""Memory that other processes of this user on this host can map. Peers map the arena of a host tier in this way, and
+copy pages without socket traffic.
 
 The memory has no name in any directory, so nothing remains when the process ends. It exists only on Linux. On other
 systems peers use TCP.
@@ -56,9 +56,8 @@ _lock = threading.Lock()
 
 
 def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Maps the shared memory of another process, once per process. Returns None if the memory is on another host,
-    or belongs to another user or container.
-    """
+    """Returns the shared memory of another process as an array. The memory is mapped once per process. Returns None if
+    the memory cannot be mapped, for example because it belongs to another host, user or container."""
     with _lock:
         found = _mapped.get(token)
         if found is None:

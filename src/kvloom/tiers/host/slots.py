@@ -1,8 +1,8 @@
 """The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
 
-A slot represents an arena page from its allocation until the page is freed. If an eviction replaces an object by
-another of the same size, the new object takes over the slot. `LruOrder` orders slots by last use. This module is not
-thread-safe. The lock of the host tier guards it.
+A slot represents an arena page from its allocation until the page is freed. If an object is evicted for a new object of
+the same size, the new object gets the slot. `LruOrder` orders slots by last use. This module is not thread-safe. The
+lock of the host tier guards it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slots:
         self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Number of bytes of one layer run, as the writer stated it."""
+        """Size of a layer run of the page in bytes, as the writer stated it."""
         self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """The peer that wrote the page; 0 is this process."""
         self.stored_at: Index = np.zeros(_INITIAL_SLOTS, np.int64)
@@ -45,7 +45,7 @@ class Slots:
         self.ready: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
         """Whether the bytes of the page are complete."""
         self.dropped: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """Whether the page was removed while in use. The last release frees it."""
+        """Whether the page was removed while it was leased. The release of its last lease frees the page."""
         self.keys: list[bytes] = [b""] * _INITIAL_SLOTS
         """Key of the slot's current or last object."""
         self.slot_at: dict[int, int] = {}

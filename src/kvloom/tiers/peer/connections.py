@@ -1,6 +1,6 @@
 """The connections of a PeerServer: admission, deadlines, and the memory budget of leases.
 
-    connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
+    connected -> pending (at most `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
 An origin is a user on this host, or a network address. If too many connections are pending, the oldest pending
 connection of the origin with the most pending connections is closed. A flood of connections therefore closes its
@@ -21,7 +21,7 @@ __all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 class PeerClient:
     """One connection of a client to this peer server. The server closes the connection at `deadline` (monotonic
-    seconds)."""
+    seconds). `busy` is set during a request or a lease. `used` is the time of the last request."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
         self.channel, self.origin, self.deadline = channel, origin, deadline
@@ -30,8 +30,9 @@ class PeerClient:
 
 
 class PeerClients:
-    """Decides which connections of a peer server stay open. Its methods return the connections to close, and the
-    caller closes them. Thread-safe."""
+    """Decides which connections of a peer server stay open. Its methods return the connections to close, and the caller
+    closes them. `pending` and `admitted` are the largest numbers of connections before and after admission. An admitted
+    connection that was idle for `idle_seconds` may be replaced. Thread-safe."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds

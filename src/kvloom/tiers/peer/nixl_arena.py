@@ -1,8 +1,8 @@
 """Access to a peer's arena by NIXL. NIXL uses RDMA between hosts if UCX supports it, otherwise shared memory or TCP.
 
-The server registers its arena and publishes the address. The client reads and writes the arena through a registered
-buffer. The client accesses pages only during a lease: between `ACQUIRE` and `RELEASE`, or between `RESERVE` and
-`COMMIT`. `peer_tier.py` manages leases.
+The server registers its arena with NIXL and publishes the address. The client copies pages between the arena and its
+own registered buffer. The client accesses pages only during a lease: between `ACQUIRE` and `RELEASE`, or between
+`RESERVE` and `COMMIT`. `peer_tier.py` manages leases.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     nixl         acquire -> NIXL transfer (RDMA if available) -> compare checksums -> release
     connection   read -> bytes on the connection, directly into the caller's memory -> compare checksums
 
-The other process runs a `PeerServer`.
+The first column is the transfer method, which the URL option `by` selects. The other process runs a `PeerServer`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class PeerConnection(Connection):
 
     If `secret` is empty and a server of this user runs on loopback, the client uses the server's Unix socket and needs
     no secret. For other servers, an empty `secret` means the user's default secret. Connections with the same `token`
-    may drop each other's pages. The server applies the shares in `accounts` to the written pages.
+    count as one writer, and may drop each other's pages. The server applies the shares in `accounts` to the written
+    pages.
     """
 
     def __init__(
@@ -305,8 +306,8 @@ class _ChecksumReader:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or only those of the bytes `part` of the page. Raises StoreError
-        if the payload is too short."""
+        """Returns the checksums of the next page, or only of its byte range `part`. Raises StoreError if the payload is
+        too short."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's reply is too short")

@@ -70,9 +70,9 @@ _REFUSALS = {
 class Verb(IntEnum):
     """The requests of a client. The comment of each request states its fields, and after `->` those of the reply.
 
-    `share` is the tenant's share of the tier's capacity. If the tenant has one, its id follows the keys in the payload.
-    The header fields `a` and `b` are then its limit and its guaranteed part, in bytes. Otherwise the id is left out,
-    and `a` and `b` are not used.
+    `share` is the tenant's share of the tier's capacity. If the tenant has a share, the tenant's id follows the keys in
+    the payload. The header fields `a` and `b` are then the limit and the guaranteed part of the share, in bytes.
+    Otherwise the id is left out, and `a` and `b` are not used.
     """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
@@ -89,6 +89,8 @@ class Verb(IntEnum):
 
 @dataclass(slots=True)
 class Message:
+    """A request or a reply. `count` is the number of objects or tenant ids. `Verb` states the meaning of `a`, `b` and `payload`."""
+
     verb: Verb
     count: int = 0
     page_bytes: int = 0

@@ -61,9 +61,8 @@ def open_private_directory(path: Path, create: bool = False) -> int:
 
 
 def read_secret(path: Path | str) -> bytes:
-    """Returns the secret in a file. Raises ValueError if the file is unreadable, too short, or readable by every
-    user.
-    """
+    """Returns the secret in a file. Raises ValueError if the file cannot be read, is too short or too long, or belongs
+    to another user except root. Also raises ValueError if every user may access the file, or its group may write it."""
     path = Path(path)
     try:
         with path.open("rb") as file:

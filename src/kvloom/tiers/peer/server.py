@@ -3,8 +3,8 @@ deadline.
 
 A client on the same host maps the arena and copies pages itself. It copies only during a lease: between `ACQUIRE` and
 `RELEASE`, or between `RESERVE` and `COMMIT`. Other clients receive pages on the connection. The writer computes
-checksums, and the reader compares them. Nothing is ever unpickled. A stored page is never overwritten, and only its
-writer may drop it. This module does not depend on engines.
+checksums, and the reader compares them. Nothing is ever unpickled. A stored page is never overwritten. Only its writer
+may drop it, unless the page is damaged. This module does not depend on engines.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ class PeerConfig:
     """The address of a server and the limits of its clients.
 
     - `port`: 0 selects a free port.
-    - `secret`: empty selects this user's default secret (secret.py), which is allowed only on loopback. A given
-      secret needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
+    - `secret`: empty selects this user's default secret (secret.py), which is allowed only on loopback. A given secret
+      needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
     - `unix_socket`: the path of a second Unix socket, for `allowed_uids`, this user and root.
-    - `read_only`: clients cannot change anything.
+    - `read_only`: clients cannot store or drop pages.
+    - `timeout`: the largest number of seconds for one exchange of messages.
     - `handshake_seconds`, `lease_seconds`: the server closes a connection whose handshake or lease takes longer.
-    - `max_connections`: one user or address may have half of them. Above the limit, a new connection replaces one
-      that was idle for `idle_seconds`.
+    - `max_handshakes`: the largest number of connections that have not ended their handshake.
+    - `max_connections`: the largest number of admitted connections. One user or address may have half of them. Above
+      the limit, a new connection replaces one that was idle for `idle_seconds`.
     """
 
     host: str = "127.0.0.1"
@@ -126,7 +128,7 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant
 class PeerServer:
     """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena.
     With `nixl`, NIXL can access the arena. Raises OSError if the address is unavailable, and ValueError if there is no
-    secret."""
+    secret. `refused` counts connections that the server refused or closed at a deadline."""
 
     def __init__(
         self,
@@ -281,8 +283,8 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits on the bytes of leases, per connection and for all connections together. Reads and writes have separate
-    limits.
+    """Limits on the bytes of leases. `each` is the limit of one connection. `reading` and `writing` are the limits of
+    all connections together.
 
     Without limits, a client could lease so many pages that all other pages are evicted.
     """
@@ -324,7 +326,8 @@ class _Guarantees:
 
 @dataclass(slots=True)
 class _ActiveLease:
-    """A lease of one connection: the lease, the budget from which it was taken, its bytes and its deadline."""
+    """A lease of one connection. Its `size` bytes count against `budget`. At `deadline`, the server closes the
+    connection."""
 
     lease: Lease
     budget: LeaseBudget
@@ -346,7 +349,8 @@ class _RequestHandler:
         guarantees: _Guarantees,
         maps: bool,
     ) -> None:
-        """`maps` states that the client has mapped the arena. Such a client can read every page without a lease."""
+        """`maps` states that the client may access the whole arena, through shared memory or NIXL. Such a client can
+        read every page without a lease."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
         self._guarantees, self._tenants = guarantees, set[str]()
@@ -491,7 +495,7 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Reserves pages for a client. If the client may only read, the lease has no pages."""
+        """Reserves pages for a client. If the server is read-only, the lease has no pages."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)

@@ -1,4 +1,4 @@
-"""`kvloom share`: a process with host memory that several servers use as a tier. The pages remain when a server
+"""`kvloom share`: a process with host memory that several servers use as a tier. The pages remain stored when a server
 exits.
 
 Servers use this memory with `--tier peer://HOST:PORT`. Servers on the same machine access the memory directly,

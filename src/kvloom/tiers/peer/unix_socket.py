@@ -3,7 +3,8 @@
     PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
     any path                       the path of `kvloom share --socket`, for the users of --allow-uid
 
-HOST identifies this boot and network namespace, because containers have separate loopback addresses.
+PRIVATE is a private directory of this user (secret.py). HOST identifies this boot and network namespace, because
+containers have separate loopback addresses.
 """
 
 from __future__ import annotations

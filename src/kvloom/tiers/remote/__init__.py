@@ -3,12 +3,12 @@
     remote_tier.py       RemoteTier: threads, timeouts, reconnection
     store_tier.py        pages as values of a key-value store
     redis.py             Redis or Valkey
-    redis_protocol.py    RESP on one socket
+    redis_protocol.py    the Redis protocol (RESP) on one socket
     redis_pages.py       lists all pages of a database, for operators
     mooncake.py          Mooncake Store
     mooncake_client.py   the client of Mooncake Store, one per tier
     s3.py                an S3 bucket
-    capacity_tracker.py  capacity and tenants' shares of stores that do not count values
+    capacity_tracker.py  capacity and tenant shares, for stores that do not count their values
     nixl.py              a disk tier with NIXL as transport
     bounded_calls.py     timeouts for libraries that have none
     byte_stream.py       bytes over a socket, with checksums

@@ -29,10 +29,10 @@ _LOOPBACK_BUFFER_BYTES = (
 
 
 class ByteStream:
-    """Bytes on one socket, used by one thread at a time. `begin` starts an exchange, which may take `timeout`
-    seconds. Large exchanges get more time, up to twice the timeout. A call may raise TimeoutError, ConnectionError
-    or another OSError. Afterwards the stream is unusable. Any thread may call `close`.
-    """
+    """Bytes on one socket, used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds,
+    and one second more per 16 MB. A system call that began before this deadline may take `timeout` seconds longer. A
+    call may raise TimeoutError, ConnectionError or another OSError. Afterwards the stream is unusable. Any thread may
+    call `close`."""
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
         """`receive_bytes` is the smallest size of the receive buffer."""
@@ -56,7 +56,7 @@ class ByteStream:
         self.begin()
 
     def begin(self, size: int = 0) -> None:
-        """Starts an exchange of `size` bytes."""
+        """Starts an exchange of `size` bytes, and sets its deadline."""
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:

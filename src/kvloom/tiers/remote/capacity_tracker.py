@@ -4,7 +4,7 @@ This module is for stores that do not count the bytes of tenants. Values that ot
 All connections of a tier share one tracker.
 
     a tenant above its limit    its own least recently used value is evicted
-    the tier above capacity     the least recently used value of all tenants above their guarantees is evicted
+    the tier above capacity     the least recently used value of the tenants above their guaranteed part is evicted
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class CapacityTracker:
     def reserve(
         self, sizes: Mapping[bytes, int], tenant: str = ""
     ) -> tuple[dict[bytes, bool], dict[bytes, TrackedValue]]:
-        """Counts values before they are put into the store. Returns two dictionaries. The first has the accepted
-        keys, and for each key whether its value is guaranteed. The second has the values that the caller must
-        evict. Values of `sizes` that do not fit into the tenant's share are not accepted."""
+        """Counts values before they are put into the store. `sizes` maps each key to the size of its value. Returns two
+        dictionaries. The first has the accepted keys, and for each key whether its value is guaranteed. The second has
+        the values that the caller must evict. Values that do not fit into the tenant's share are not accepted."""
         with self._lock:
             account = self._account_of(tenant)
             self._clock += 1
@@ -141,7 +141,7 @@ class CapacityTracker:
 
     def _victim(self, account: _Account) -> _Account | None:
         """Returns the account whose oldest value must be evicted after a value of `account` was added. Returns None if
-        everything fits. O(accounts)."""
+        all values fit into the capacity and into the tenant's limit. O(accounts)."""
         if account.used > account.limit:
             return account
         if self._bytes <= self._capacity:

@@ -58,9 +58,9 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
-        miss. If a key occurs twice in a batch, the key is requested only once, because the library would fill only
-        one of the two destinations."""
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
+        If a key occurs twice in a batch, the key is requested only once, because the library would fill only one of two
+        destinations."""
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
         )
@@ -214,7 +214,7 @@ class MooncakeStore(Store):
 
     def _reserve_buffer(self, size: int) -> None:
         """Ensures that the connection has a registered buffer of at least `size` bytes. A hung call may still use the
-        buffer, but the connection of this call is closed. The buffer is therefore never reused."""
+        buffer. The connection of a hung call is closed, so its buffer is never reused."""
         if size <= len(self._buffer) and self._address:
             return
         buffer = aligned_bytes(max(size, 1 << 20))

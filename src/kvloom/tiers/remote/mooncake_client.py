@@ -37,9 +37,9 @@ _MAX_REGISTERED = 8  # number of registered regions; other memory is copied thro
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """Settings of the client. `segment` is the memory that this process contributes to the store, or 0. `local` is
-    the address of this host for other clients. `protocol` is tcp or rdma.
-    """
+    """Settings of the client. `master` is the address of Mooncake's master. `segment` is the number of bytes of memory
+    that this process contributes to the store, or 0. `local` is the address of this host for other clients. `protocol`
+    is tcp or rdma. `metadata` and `devices` (of RDMA) are passed to Mooncake unchanged."""
 
     master: str
     segment: int = 0
@@ -66,7 +66,8 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Returns whether memory is large enough to register and not yet registered."""
+        """Returns whether memory should be registered. It must be large enough and not yet registered, and the limit of
+        registered regions must not be reached."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
@@ -82,9 +83,9 @@ class MooncakeClient:
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """A context in which only one batch transfers at a time. Other threads verify their batches meanwhile. This is
-        faster than two transfers at once. `verb` separates reads and writes. Raises TimeoutError if another batch does
-        not end in time."""
+        """A context in which only one batch transfers at a time, while other threads verify their batches. This is
+        faster than two transfers at once. `verb` is "get" or "put", and a get does not wait for a put. Raises
+        TimeoutError if another batch does not end in time."""
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:

@@ -1,7 +1,8 @@
 """NIXL as the transport of a disk tier: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
 
 The tier has the same segments, index, checksums and crash safety as the disk tier. NIXL moves the pages with its
-plug-in POSIX, or with GDS or GDS_MT if these load. Headers and the end of a file use plain system calls.
+plug-in POSIX, or with GDS or GDS_MT if these load. Short transfers, and reads beyond the end of a file, use plain
+system calls.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def _finish(agent: Any, handle: Any) -> None:
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
     """Waits until every transfer has ended. Returns, for each transfer, whether it succeeded.
 
-    If a transfer has several parts, a backend may report the failure of one part while it still moves the others.
+    Pass one transfer per part if the memory must not change afterwards. For a transfer with several parts, a backend
+    may report a failure while it still moves other parts.
     """
 
     def state(verb: Callable[[Any], str], handle: Any) -> str:

@@ -60,7 +60,7 @@ local function forget(key)
 end
 """
 """The Lua function `forget` removes a key from all counts and returns its size. Clients of earlier releases do not
-count tenants. A key of a tenant may therefore be gone already, or be counted with an earlier size."""
+count tenants. The tenant counts may therefore still contain a key that is gone, or an earlier size of a value."""
 
 _RESERVE = (
     _COMMON

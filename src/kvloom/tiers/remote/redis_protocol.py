@@ -34,9 +34,8 @@ class RedisReplyError(RuntimeError):
 
 
 class RespConnection:
-    """One connection, used by one thread at a time. `timeout` limits every exchange. Unusable after OSError,
-    TimeoutError or ValueError.
-    """
+    """One connection, used by one thread at a time. `timeout` limits every exchange, which is one `send` and its
+    replies. Unusable after OSError, TimeoutError or ValueError."""
 
     def __init__(
         self,
@@ -125,8 +124,8 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Returns `count`, which the server sent. Raises ValueError if the limit of the exchange is too small for
-        it."""
+        """Subtracts `count` items of `each` bytes from the limit of the exchange. Returns `count`, which the server
+        sent. Raises ValueError if the rest of the limit is too small."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"
@@ -135,9 +134,8 @@ class RespConnection:
         return count
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """Reads a string into the memory that `destination(length)` returns. Returns the length, or -1 if the reply
-        is null. Raises RedisReplyError for an error reply.
-        """
+        """Reads a string into the memory that `destination(length)` returns. If this is None, the string is skipped.
+        Returns the length, or -1 if the reply is null. Raises RedisReplyError for an error reply."""
         line = self._line()
         if line[:1] == b"-":
             raise RedisReplyError(line[1:].decode(errors="replace"))

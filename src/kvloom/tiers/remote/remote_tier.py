@@ -84,12 +84,17 @@ class Connection(Protocol):
 class RemoteConfig:
     """Settings of a remote tier.
 
-    - `capacity`: the largest number of bytes that all clients together may store. If the store does not count
-      bytes, the limit applies only to this process.
+    - `capacity`: the largest number of bytes that all clients together may store. If the store does not count bytes,
+      the limit applies only to this process.
     - `timeout`: the largest duration in seconds of each call to the store, and therefore of `lookup`, `drop` and
-      `stats`. After a failure the tier pauses its calls. The pause doubles up to 10 s.
-    - `keys`: a key file (encryption.py). Its keys protect pages (`protect`) and derive the keys under which pages
-      are stored.
+      `stats`. After a failure, a connection pauses before the next attempt. Each further failure doubles the pause, up
+      to 10 s.
+    - `keys`: a key file (encryption.py). Its keys protect pages (`protect`) and derive the keys under which pages are
+      stored.
+    - `readers`, `writers`: the number of reading and writing threads. Each thread has its own connection.
+    - `batch_bytes`: the largest number of bytes per call to the store.
+    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of the same
+      size. Objects beyond the limit get the outcome BUSY.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 
@@ -115,8 +120,8 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Largest number of bytes per call to the store: `batch_bytes`, or less if the store is small, so that the
-        batches of all writers together use at most half of the capacity."""
+        """Largest number of bytes per call to the store: `batch_bytes`, or less if the capacity is small. The batches
+        of all writers together then use at most half of the capacity."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
@@ -187,8 +192,9 @@ class RemoteTier(Tier):
     """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached when the tier is
     opened. Later faults never raise.
 
-    `jobs` are the job classes of reads and writes. `on_shares` is called with the shares of tenants. `max_page_bytes`
-    is the size of the largest page that the tier accepts, with its header.
+    `connect` opens one connection. `jobs` are the job classes of reads and writes. `on_shares` is called with the
+    shares of tenants. `max_page_bytes` is the largest page size that the tier accepts. `on_close` is called when the
+    tier is closed. `expiry` decides which pages have expired.
     """
 
     def __init__(
@@ -235,9 +241,8 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Divides the capacity between tenants. If the store counts the bytes of each tenant, shares apply to all its clients.
-        Otherwise shares apply to the pages that this process stores.
-        """
+        """Divides the capacity between tenants. If the store counts the bytes of each tenant, the shares apply to the
+        pages of all its clients. Otherwise the shares apply only to the pages that this process stores."""
         self._on_shares(shares)
 
     def used_by(self, tenant: str) -> int:
@@ -399,7 +404,8 @@ class RemoteTier(Tier):
 
 @dataclass(slots=True)
 class Job(ABC):
-    """One batch of a transfer: the objects with the indexes `which`, and the bytes `part` of each."""
+    """One batch of a transfer. It transfers the byte range `part` of the objects with the indexes `which`. `tier` is
+    the name of the tier, and `verb` is read or write."""
 
     tier: str
     verb: str
@@ -420,13 +426,13 @@ class Job(ABC):
         return [keys[index] for index in self.which]
 
     def target(self, index: int) -> memoryview:
-        """Returns the memory of one object's part, in the caller's range."""
+        """Returns the caller's memory for the byte range `part` of one object."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Returns the memory of the parts of several objects, in order. Parts that are adjacent in memory are
-        merged."""
+        """Returns the caller's memory for the byte range `part` of several objects, in order. Ranges that are adjacent
+        in memory are merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []

@@ -2,7 +2,8 @@
 
 NIXL's object backend transfers values. boto3 reads the lengths of values and deletes values, because NIXL can do
 neither. Credentials come from the environment, as for any S3 client. The store does not count values, so `capacity`
-limits only the values of this process. A bucket that several processes share needs a lifecycle rule.
+limits only the values of this process. If several processes share a bucket, the bucket needs a lifecycle rule that
+deletes old values.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class S3Store(Store):
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
         """Reads values without asking for their lengths first. This works for values that have the expected length.
-        Returns the lengths of these values by index. The caller reads the other values in another way.
+        Returns the lengths of these values by index. The caller reads the other values after it has asked for their
+        lengths.
 
         NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected,
         and first fills the end of the buffer with random bytes. The length is correct if the last expected byte has

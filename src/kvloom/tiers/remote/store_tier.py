@@ -47,8 +47,8 @@ wanted."""
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of the value of `key`. `stop` 0 means the whole value. If the value is shorter, fewer bytes
-    are returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`."""
+    """Bytes [start, stop) of the value of `key`. If `stop` is 0, the range is the whole value. If the value is shorter,
+    fewer bytes are returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`."""
 
     key: bytes
     start: int = 0
@@ -63,8 +63,8 @@ class Store(Connection, Protocol):
     """
 
     def register_memory(self, memory: Any) -> None:
-        """Announces memory that contains pages. A store may register the memory for direct access. Most stores ignore
-        this call."""
+        """Receives the caller's memory, which contains the pages of a transfer. A store may register the memory for
+        direct access. Most stores ignore this call."""
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
@@ -80,7 +80,8 @@ class Store(Connection, Protocol):
         return 0
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Removes values that the tier evicts. Unlike `remove`, does not count them as dropped."""
+        """Removes values that the tier evicts. Unlike `remove`, does not return how many values existed, which may be
+        faster."""
         self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
@@ -126,9 +127,9 @@ def store_tier(
 
 
 class _PrefixedStore(Connection):
-    """A connection that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages. This
-    costs a read of the first bytes of each page. `tracker` counts the values of this process and chooses the values
-    to evict. It is None if the store counts its values itself."""
+    """A connection that adds a prefix to the keys of objects. With a TTL, `exists` reads the first bytes of each page
+    and removes expired pages. `tracker` counts the values of this process and chooses the values to evict. It is None
+    if the store counts its values itself."""
 
     def __init__(self, store: Store, expiry: Expiry, tracker: CapacityTracker | None) -> None:
         self.store, self.expiry, self.tracker = store, expiry, tracker
@@ -397,8 +398,8 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head` is the header of a plain page. A damaged header counts as plain. `_open` then reports the
-    damage."""
+    """Returns whether `head`, which has the length of a plain header, is the header of a plain page. A longer header is
+    cut off, so its page is not plain. A damaged header counts as plain, and `_open` then reports the damage."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

@@ -55,7 +55,7 @@ def block_hash(number: int) -> bytes:
 
 
 def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of page number `number`: half noise, half compressible."""
+    """Returns the bytes of page number `number`. The first half can be compressed, and the second half is random."""
     noise = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     noise[: size // 2] = np.arange(size // 2) % 7 + number % 50
     return noise
@@ -66,7 +66,7 @@ def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Ob
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Returns ranges for `pages` pages. `shift` makes their memory unaligned."""
+    """Returns ranges for `pages` pages. Their memory starts `shift` bytes after an aligned address."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -112,7 +112,8 @@ def open_files(word: str) -> int:
 
 @dataclass
 class Harness:
-    """A tier under test, with at least 4 MiB for pages of up to 256 KiB. Its methods damage the stored bytes."""
+    """A tier under test. The tier must have a capacity of at least 4 MiB, and accept pages of up to 256 KiB. The
+    methods of the harness damage the stored bytes."""
 
     tier: Any
 

@@ -30,12 +30,13 @@ class Faults:
     """The faults to inject. They can be changed at any time.
 
     - `slow`: each call takes this many seconds longer.
-    - `failing`, `full`: reads and writes fail, or writes find the tier full.
+    - `failing`: reads and writes fail.
+    - `full`: writes find the tier full.
     - `rate`: the limit of reads in bytes per second. The next `burst` bytes are not limited.
     - `hung`: calls wait for `release()`. `hung_calls` is the number of calls that wait now.
     - `flip`, `short`: reads of `FaultyFiles` flip a bit, or return fewer bytes.
-    - `tamper`: a function that is called with the objects before every read, and may damage the medium.
-    - `calls`: the file operations that fail in `FaultyFiles`, with errno `error`.
+    - `tamper`: `FaultyTier` calls this function with the objects before every read. It may damage the medium.
+    - `calls`: the file operations of `FaultyFiles` that are slow, hang or fail. `error` is the errno of a failure.
     """
 
     slow: float = 0.0

@@ -32,7 +32,7 @@ class CircuitBreakerConfig:
 
 
 class CircuitBreaker:
-    """Decides whether requests may be sent to a tier. The figure of this module shows the states."""
+    """Decides whether requests may be sent to a tier. The figure at the top of this file shows the states."""
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class CircuitBreaker:
         self._probing_since: float | None = None  # start of the running probe
         self._pause = config.first_pause
         self.times_opened = 0
-        """How often the breaker opened, including failed probes."""
+        """Number of times the breaker opened. A failed probe also counts."""
 
     @property
     def is_closed(self) -> bool:
@@ -99,11 +99,11 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst. Later faults of the same burst are
-    only counted."""
+    """Counts faults by (tier, operation, outcome). Logs the first fault of each burst of a tier. Later faults of the
+    burst are only counted."""
 
     BURST_GAP = 30.0
-    """A burst ends after this many seconds without a fault."""
+    """A burst ends after this many seconds without a fault of the tier."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

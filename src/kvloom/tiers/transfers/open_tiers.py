@@ -1,7 +1,7 @@
 """Opens configured tiers other than host memory.
 
-If a tier cannot be opened, this is an error. With `?optional=1`, the error is only logged, and a stand-in tries to
-open the tier again in the background.
+A tier that cannot be opened is an error. With `?optional=1` in its URL, the error is only logged. If a later attempt
+may succeed, a stand-in tries to open the tier again in the background.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["open_required", "open_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 Check = Callable[[OpenTier], OpenTier]
-"""A function that checks an opened tier. It returns a tier that can store the caller's pages, possibly a wrapper.
-If the tier cannot store them, it closes the tier and raises TierError."""
+"""A function that checks an opened tier. It returns a tier that can store the caller's pages, possibly a wrapper. If
+the tier cannot store them, the function closes the tier and raises TierError."""
 
 
 def open_required(text: str) -> OpenTier:
@@ -36,8 +36,9 @@ def open_required(text: str) -> OpenTier:
 def open_tiers(
     tiers: Sequence[str | OpenTier], shares: Shares | None = None, check: Check = lambda place: place
 ) -> tuple[list[OpenTier], list[tuple[str, str]]]:
-    """Open tiers in order. Returns the tiers, and (name, error) of each optional tier that cannot be opened. If a
-    required tier cannot be opened, closes all tiers and raises ValueError."""
+    """Open tiers in order, and call `check` with each opened tier. Returns the tiers, and (name, error) of each
+    optional tier that cannot be opened. The tiers may include stand-ins for such tiers. If a required tier cannot be
+    opened, closes all tiers and raises ValueError."""
     places: list[OpenTier] = []
     unavailable: list[tuple[str, str]] = []
     try:

@@ -17,8 +17,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class QueuedLookup:
-    """A lookup of many objects in one tier. `found` is valid once `done` is set. If the tier does not answer in time,
-    the objects are misses."""
+    """A lookup of several batches of objects in one tier. `found` has one mask per batch, and is valid once `done` is
+    set. If the tier does not answer in time, the objects are misses."""
 
     def __init__(self, objects: list[Objects]) -> None:
         self.objects = objects
@@ -27,7 +27,8 @@ class QueuedLookup:
 
 
 class QueuedLoad:
-    """A load of objects of one form into host memory. `loaded` is valid once `done` is set."""
+    """A load of objects of one form into host memory. `loaded` states for each object whether it was loaded, and is
+    valid once `done` is set."""
 
     def __init__(self, objects: Objects, deadline: float) -> None:
         self.objects, self.deadline = objects, deadline
@@ -42,7 +43,8 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load or a store. While a batch is in flight, it leases pages of the host arena."""
+    """Part of a load, or of a store if `load` is None. While a batch is in flight, it leases pages of the host
+    arena."""
 
     objects: Objects
     size: int

@@ -1,7 +1,7 @@
 """The queue of one tier: lookups first, then loads by deadline, then stores. A budget limits the bytes in flight.
 
     lookups ─┐
-    loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
+    loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter of it) ─> released ─> settled
     stores  ─┘
 
 Every transfer reads or writes the arena of the host tier. A tier that hangs therefore blocks host pages, but never
@@ -54,7 +54,8 @@ class TierQueueConfig:
 
 
 class TierQueue:
-    """The queue of one tier other than host memory. Calls `changed` after each completed item, from any thread."""
+    """The queue of one tier other than host memory. Its thread calls `changed` after each completed lookup and each
+    completed batch of a load or store."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class TierQueue:
         return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
     def record_timeout(self, verb: str) -> None:
-        """Records that a lookup got no answer in time."""
+        """Records that the tier did not answer in time. `verb` is the operation, such as lookup."""
         now = time.monotonic()
         self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
         self.breaker.record_failure(now)
@@ -211,7 +212,8 @@ class TierQueue:
                 self._busy_since = None
 
     def _next(self) -> QueuedLookup | TransferBatch | _StatsRequest | None:
-        """Returns the next item within the budget. A store runs only if no load waits."""
+        """Removes and returns the next item to run, or None if no item may run now. A load or store must fit into the
+        budget, unless none of its kind is in flight. A store runs only if no load waits. The caller holds the lock."""
         if self._lookups:
             return self._lookups.popleft()
         while self._loads:
@@ -244,7 +246,8 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Returns the seconds until the next deadline, or None if there is none."""
+        """Returns how many seconds the thread may sleep: until the next deadline, or without limit (None) if there is
+        none. While the tier still accesses pages of cancelled batches, the thread sleeps only briefly."""
         if self._cancelled:
             return 0.05
         ends = [self._deadline_of(batch) for batch in self._inflight]
@@ -268,7 +271,8 @@ class TierQueue:
         self._on_change()
 
     def _start_batch(self, batch: TransferBatch) -> None:
-        """Starts the transfer of a batch."""
+        """Leases host pages for a batch and starts its transfer. If the circuit breaker refuses a store, the store is
+        skipped."""
         batch.started_at = time.monotonic()
         store = batch.load is None
         if store and not self.breaker.allow_request(batch.started_at):
@@ -363,8 +367,8 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """Releases the lease of a batch, and passes the result to the batch's load or store. `ok` states for each
-        object whether its transfer succeeded."""
+        """Releases the lease of a batch. If the batch belongs to a load, passes the result to the load. `ok` has one
+        value for each object that the tier transferred: whether its transfer succeeded."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
         loaded[batch.requested] = ok

@@ -35,8 +35,9 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Settings of the manager. A lookup may take `lookup_seconds`. If host memory is filled above the fraction
-    `write_back_threshold`, its oldest pages are written to tiers with the write policy "back"."""
+    """Settings of the manager. If a tier does not answer a lookup within `lookup_seconds`, its objects are misses. If
+    host memory is filled above the fraction `write_back_threshold`, its oldest pages are written to tiers with the
+    write policy "back". `queue` has the settings of every tier queue."""
 
     lookup_seconds: float = 0.25
     write_back_threshold: float = 0.85
@@ -44,8 +45,8 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The result of a lookup of many objects. Once `done` is set, `found` states for each object whether host memory
-    or a tier has it."""
+    """The result of a lookup of several batches of objects. Once `done` is set, `found` states for each object whether
+    host memory or a tier has it. The queues in `without` are not asked."""
 
     def __init__(
         self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
@@ -89,7 +90,8 @@ class TierLookup:
 
 
 class FetchJob:
-    """A load of objects into host memory. `loaded` is valid once `done` is set."""
+    """A load of objects from tiers into host memory. Objects without a queue in `queue_of` are skipped. `loaded` is
+    valid once `done` is set."""
 
     def __init__(
         self,
@@ -183,7 +185,8 @@ class TransferManager:
         self._write_back(time.monotonic())
 
     def _write_back(self, now: float) -> None:
-        """Writes the oldest pages to tiers with policy "back" when host memory is nearly full."""
+        """Queues writes to tiers with policy "back" if host memory is filled above `write_back_threshold`, the oldest
+        pages first."""
         if not any(self._dirty) or now - self._last_check < 0.05:
             return
         self._last_check = now
