@@ -1,5 +1,5 @@
-"""`kvloom deploy`: a cluster on Ray Serve. Ray places, restarts and scales the processes, which are `kvloom serve` and
-`kvloom route`.
+"""`kvloom deploy`: a cluster on Ray Serve. Ray places, restarts and scales its processes, `kvloom serve` and `kvloom
+route`.
 
     cluster_file.py    ClusterFile: reads and checks cluster.toml
     command.py         `kvloom deploy`
