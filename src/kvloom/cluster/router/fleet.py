@@ -4,8 +4,7 @@
                                           └──────▶ Subscriber: adds its events to the index of its model
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
-workers. The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add
-its blocks again.
+workers. The index keeps the blocks of a dead worker. When the worker restarts, its events replace these blocks.
 """
 
 from __future__ import annotations

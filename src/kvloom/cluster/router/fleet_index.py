@@ -219,8 +219,8 @@ class FleetIndex:
     def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
         """Return, for each worker, how many tokens of the prompt it has cached, as one number per entry of MEDIA.
 
-        Each number counts the blocks in its medium and in all nearer media, so the numbers never decrease. Expected
-        blocks count in every medium. For the cost see `HashIndex.lengths`.
+        Each number counts the blocks in its medium and in all earlier media of MEDIA, so the numbers never decrease.
+        Expected blocks count in every medium. For the cost see `HashIndex.lengths`.
         """
         gpu, *farther = self._media.values()
         if any(map(len, farther)):

@@ -1,4 +1,4 @@
-"""Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
+"""Computes the block hashes of a prompt from the request's JSON. They equal the block hashes that the workers compute.
 
 request                      hashes
 with token ids               block hashes, for every root hash that workers use

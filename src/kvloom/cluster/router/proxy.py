@@ -103,7 +103,7 @@ class Counts:
     hand_overs: int = 0
     """Number of requests whose prompt a prefill worker computed."""
     named_encoders: int = 0
-    """Number of requests with images for which an encode worker was named."""
+    """Number of requests with images for which an encode worker was chosen."""
     slo_refused: int = 0
     """Number of requests that were refused because no worker could meet their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))

@@ -40,7 +40,7 @@ class ScoringOptions:
     | option             | meaning                                                                                                      |
     |--------------------|--------------------------------------------------------------------------------------------------------------|
     | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load                             |
-    | `eviction_weight`  | cost of evicting pages of others: share of the time that it takes to compute them again                      |
+    | `eviction_weight`  | cost of evicting cached pages: factor of the time that it takes to compute them again                        |
     | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool                        |
     | `step_tokens`      | number of prompt tokens in one step                                                                          |
     | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool                                  |

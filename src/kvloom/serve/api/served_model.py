@@ -62,8 +62,8 @@ class ServedModel:
         return next((one for one in self.adapters if one.name == name), None)
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
-        """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
-        the model is being unloaded.
+        """Return the engine's Ready message and the encoder. Raises ApiError if the model is loading, unloading or
+        failed, or if the worker only encodes images.
         """
         if self.error:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")

@@ -64,7 +64,8 @@ SOCKET_BYTES = 1 << 20
 STDERR = 2
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment of the engine process, which must be set before torch is loaded. Idle OpenMP threads sleep instead of
-spinning, because spinning threads would take cores from this process."""
+spinning, because spinning threads would take cores from the API process.
+"""
 
 
 class StartError(Exception):

@@ -202,8 +202,8 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
     """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
     `number`.
 
-    `share_bytes` is a size that the pool can always reach. If a request needs this size, it waits until the pool
-    has grown.
+    `share_bytes` is a size that the pool can always reach. A request that fits only into a pool of this size waits
+    until the pool has grown.
     """
 
     pool_bytes: int
@@ -352,10 +352,11 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tier: its objects and bytes, and its traffic.
+    """A tier: its objects and bytes, and its traffic. `reads` and `writes` count objects by outcome.
 
     `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
-    (being probed)."""
+    (being probed).
+    """
 
     name: str
     objects: int = 0

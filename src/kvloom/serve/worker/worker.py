@@ -268,7 +268,9 @@ class Worker:
         return self._snapshot.json()
 
     def _take_pool_state(self) -> PoolState | None:
-        """Return the size of the pool if it has changed since the last call, or if it was requested."""
+        """Return the size of the pool if it has changed since the last call, or if a ResizePool message needs an
+        answer. Otherwise return None.
+        """
         size = self.engine.pool_size
         if size is None or not self._pool_changed:
             return None
