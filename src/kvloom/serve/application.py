@@ -62,8 +62,9 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` are the data of /kvloom/state. `more` are additional
-    routes."""
+    """Return the ASGI application of a server. `dashboards` provides the data of /kvloom/state. If it is None, it is
+    created here. `more` are additional routes.
+    """
 
     routes = [
         Route("/", _root),
@@ -131,7 +132,9 @@ def _model_list_routes(context: ServerContext) -> list[Route]:
 
 
 def _session_routes(context: ServerContext) -> list[Route]:
-    """Return the routes that prefetch and end sessions."""
+    """Return the routes of sessions. POST prefetches the pages of a session. DELETE ends the session, so that its pages
+    are evicted first.
+    """
 
     def named_session(request: Request) -> tuple[EngineClient, str, str]:
         tenant = context.authenticate(request)
@@ -195,7 +198,7 @@ def _status_routes(context: ServerContext) -> list[Route]:
 
 
 def _record_routes(context: ServerContext) -> list[Route]:
-    """Return the routes of the latest requests."""
+    """Return the routes that list the records of the latest requests."""
 
     async def records(request: Request) -> Response:
         tenant = context.visible_tenant(request)
@@ -222,7 +225,7 @@ def _record_routes(context: ServerContext) -> list[Route]:
 
 
 class _CountResponses:
-    """Counts responses by status, and rejects requests that were sent to another host name."""
+    """Counts responses by endpoint and status. Rejects requests for other host names (`check_host`)."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app, self._context = app, context

@@ -131,8 +131,8 @@ def _print_answer(answer: Answer, messages: Messages, interactive: bool) -> str:
 
 
 def _server_answer(args: argparse.Namespace) -> Answer:
-    """Return a function that sends messages to a server and yields its answer. Raises ValueError or OSError if
-    there is no server, or if it serves another model.
+    """Return a function that sends messages to a server and yields its answer. Without a model on the command line, the
+    server's first model is used. Raises ValueError if the server refuses a request, and OSError if there is no server.
     """
     key = args.api_key or os.environ.get(KEY)
     model = args.model or str(fetch(args.server, "/v1/models", key)["data"][0]["id"])

@@ -49,7 +49,7 @@ _TYPES = {
 
 RETRY_SECONDS = 1
 SLO_FIELDS = ("ttft_ms", "tbt_ms", "deadline_ms", "predicted_ttft_ms", "predicted_tbt_ms", "retry_after_s")
-"""Fields of the error of a request that cannot meet its objective."""
+"""Fields of the error response to a request that cannot meet its service-level objective."""
 
 
 class ApiError(Exception):
@@ -196,7 +196,7 @@ def grammars_busy(why: str, param: str | None) -> ApiError:
 
 
 def slo_not_met(why: str, slo: dict[str, Any]) -> ApiError:
-    """Return the error of a request that cannot meet its objective. `slo` has objective and prediction."""
+    """Return the error for a request that cannot meet its objective. `slo` has the objective and the prediction."""
     shown = {name: slo[name] for name in SLO_FIELDS}
     return ApiError(429, why, "slo", "slo_not_met", slo["retry_after_s"], slo=shown)
 

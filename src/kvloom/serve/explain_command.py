@@ -31,7 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the record of a request. Raises ValueError for an unknown request, and OSError without a server."""
+    """Print the record of a request or, without a request id, a list of the latest requests. Raises ValueError for an
+    unknown request, and OSError if no server answers.
+    """
     key = args.api_key or os.environ.get(KEY)
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
@@ -94,8 +96,8 @@ def _objective(slo: Mapping[str, Any]) -> list[str]:
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return a sentence that states how many prompt tokens came from which source. The numbers add up to the number of
-    prompt tokens.
+    """Return a clause that states how many prompt tokens came from the pool and from each tier, and how many were
+    computed. The numbers add up to the number of prompt tokens.
     """
     found = [
         f"{hit['tokens']:,} were in the pool"

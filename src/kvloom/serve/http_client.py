@@ -14,7 +14,7 @@ __all__ = ["KEY", "fetch", "open_url"]
 SECONDS = 10
 UNAUTHORIZED = 401
 KEY = "KVLOOM_API_KEY"
-"""The environment variable of the API key."""
+"""Name of the environment variable that contains the API key."""
 
 
 def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:

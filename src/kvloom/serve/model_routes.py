@@ -1,4 +1,6 @@
-"""Routes that load and unload models: POST /admin/models, DELETE /admin/models/{name}. With API keys they need an admin key."""
+"""Routes that load and unload models: POST /admin/models, DELETE /admin/models/{name}. If the server has API keys,
+these routes require an admin key.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ __all__ = ["model_routes"]
 
 
 class LoadFields(msgspec.Struct, frozen=True):
-    """Body of POST /admin/models: a folder inside a folder of --model-dir, and the model's name in requests."""
+    """Body of POST /admin/models. `model` is a folder below one of the --model-dir folders. `name` is the model's name
+    in requests. The default is the name of the folder.
+    """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:@/+-]{1,200}$")] | None = None

@@ -3,8 +3,8 @@
     add ──▶ engine process and tokenizer load ──▶ ready, `on_ready` is called
     unload ──▶ no new requests; open ones may finish within `drain_seconds` ──▶ the engine process ends
 
-If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, the server
-lists it as failed, with the reason.
+If a model of the command line cannot be loaded, the server ends. If a model that was added through the API cannot be
+loaded, /v1/models lists it as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ RESERVE_SECONDS = 30.0
 
 
 class ModelSet:
-    """The models of one server. `context.models` contains them by name. `fault` is set if a model of the command
-    line fails.
+    """The models of one server. `context.models` contains them by name. `fault` gets the error if a model of the
+    command line or a background task fails.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class ModelSet:
         return served
 
     async def load(self, asked: str, name: str | None) -> ServedModel:
-        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError if
-        the model is refused."""
+        """Start to load the model in the folder `asked`, in addition to the served models. The folder must be below one
+        of the --model-dir folders. Raises ApiError if the model is refused.
+        """
         options = self._options
         if self.broker is None or not options.model_folders:
             raise ApiError(
@@ -190,7 +191,9 @@ class ModelSet:
             self._on_ready(served)
 
     def _ended(self, served: ServedModel, task: asyncio.Task[None]) -> None:
-        """Report a model that failed to load."""
+        """Handle the end of a model's task. If loading failed, mark a model of the API as failed. Any other failure
+        ends the server.
+        """
         failed = None if task.cancelled() else task.exception()
         if failed is None or served.is_unloading:
             return
@@ -222,8 +225,8 @@ class ModelSet:
 
 
 def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
-    """Return the folder of a model, given as an absolute path or relative to an allowed folder. Raises ApiError if it
-    is outside the allowed folders.
+    """Return the folder of a model. `asked` is an absolute path, or a path relative to an allowed folder. Raises
+    ApiError if the folder is outside the allowed folders.
     """
     for above in allowed:
         try:

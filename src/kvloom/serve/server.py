@@ -59,7 +59,8 @@ class _Server(uvicorn.Server):
 def serve(options: ServerOptions) -> int:
     """Serve until a signal arrives. Return the exit code.
 
-    Raises ValueError for options that cannot be loaded, and OSError if the port is unavailable."""
+    Raises ValueError if an engine cannot be loaded with these options, and OSError if the port is unavailable.
+    """
     for model in options.models:
         start = model.start
         check_engine(

@@ -57,7 +57,7 @@ class ModelOptions:
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of a server. `record` is the file of a traffic recording, and `otlp` is the URL of a receiver of
-    traces. Raises ValueError for a public host without keys.
+    traces. Raises ValueError for invalid options, such as a public host without API keys.
     """
 
     models: tuple[ModelOptions, ...]

@@ -20,8 +20,9 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that is ready: its name, the Ready message and process id of its engine, and whether it supports
-    chats."""
+    """A model that is ready: its name, the Ready message (`facts`) and the process id of its engine, whether it
+    supports chats, and the role of the worker.
+    """
 
     name: str
     facts: Ready

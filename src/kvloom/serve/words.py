@@ -1,7 +1,7 @@
-"""Explanations of miss reasons, tier outcomes and tiers for users. The dashboard, `kvloom top`, `kvloom explain` and
-the docs show them.
+"""Texts that explain miss reasons and the outcomes of tier reads and writes to users. The dashboard, `kvloom top`,
+`kvloom explain` and the docs show these texts.
 
-`/kvloom/state` contains them as a table. A test compares this table with docs/observability.md.
+`/kvloom/state` returns the texts as a table. A test compares this table with docs/observability.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvloom.core import MISS_REASONS
 __all__ = ["MISS_REASONS", "OUTCOMES", "POOL", "fault_text", "tier_word"]
 
 POOL = "device"
-"""The name of the page pool among the tiers of a hit."""
+"""The name of the page pool where hits are counted by tier."""
 
 OUTCOMES = {
     "ok": "the page was read or written",
@@ -31,7 +31,7 @@ OUTCOMES = {
 
 
 def tier_word(tier: str) -> str:
-    """Return the name of a tier for users. The device is called the pool."""
+    """Return the name of a tier for users. The tier "device" is shown as "pool"."""
     return "pool" if tier == POOL else tier
 
 

@@ -1,10 +1,10 @@
-"""Reads cluster.toml, which lists the processes of a cluster and their numbers.
+"""Reads cluster.toml, which lists the processes of a cluster and how many of each run.
 
 [cluster]
 name = "demo"                       # several clusters may share one Ray
 ray = "auto"                        # address of Ray; "local" starts a Ray that ends with `kvloom deploy`
 bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
-peer-secret = "/etc/kvloom/secret"  # with bind = "node": file on every machine, for pages between workers
+peer-secret = "/etc/kvloom/secret"  # with bind = "node": file with a secret, on every machine; protects shared pages
 
 [router]
 port = 8080
@@ -19,7 +19,7 @@ replicas = 2
 max-replicas = 6                    # if larger than replicas: the number follows the load
 target-requests = 16                # open requests per replica that scaling aims at
 gpus = 1
-host-memory = "64GiB"               # prefill and encode workers share their host memory, others read it
+host-memory = "64GiB"               # other workers read the host memory of prefill and encode workers
 [workers.decode.arguments]          # arguments of `kvloom serve`
 pool = "60GiB"
 
@@ -44,8 +44,8 @@ SHARE_PORT = 7400
 """First port at which workers share pages. Encode workers use the ports from ENCODE_PORT on."""
 ENCODE_PORT = 7500
 SURGE = 2
-"""Number of ports of a sharing group in addition to one port per replica. In a rolling restart, old and new replicas
-run at the same time.
+"""A group that shares pages has one port per replica, and this many additional ports. They are needed in a rolling
+restart, in which old and new replicas run at the same time.
 """
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
@@ -59,7 +59,11 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas of one process: `kvloom serve` with one role, or `kvloom route`."""
+    """A group of equal processes: `kvloom serve` with one role, or `kvloom route`.
+
+    A process must be ready within `start_seconds`. When it ends, its requests may finish within `drain_seconds`. A
+    replica is added after the load has required it for `scale_seconds`, and removed after 10 times as long.
+    """
 
     name: str
     command: str

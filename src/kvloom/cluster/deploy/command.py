@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def deploy(cluster: ClusterFile, restart: bool = False) -> None:
-    """Start or change the groups of a cluster. Returns when all replicas are ready. Ray must be connected."""
+    """Start the groups of a cluster, restart changed groups, and delete groups that the file no longer has. With
+    `restart`, restart all groups. Returns when all replicas are ready. Ray must be connected.
+    """
     import ray
     from ray import serve
 
@@ -127,7 +129,7 @@ def stop(cluster: ClusterFile) -> None:
 
 
 def status(cluster: ClusterFile) -> list[dict[str, Any]]:
-    """Return each group with its replicas by state, and the addresses of its living processes."""
+    """Return each group with its number of replicas by state, and the URLs of its running processes."""
     import ray
     from ray import serve
 

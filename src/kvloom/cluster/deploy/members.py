@@ -1,5 +1,5 @@
-"""The list of a cluster's workers and routers. Each process announces itself to the list every second. Each router
-registers the workers of the list with itself.
+"""The list of a cluster's workers and routers. Each process announces itself to the list every second. The replica of
+each router reads the list and registers the workers with its router.
 
 A Ray actor keeps the list in memory. If the actor is restarted, the list is complete again after a second.
 """

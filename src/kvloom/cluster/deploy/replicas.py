@@ -64,7 +64,7 @@ def command_of(
 
 
 class Replica:
-    """One process. The constructor returns when the process is ready to serve."""
+    """Runs one process of a group. The constructor returns when the process is ready to serve."""
 
     def __init__(self, cluster: ClusterFile, group: Group) -> None:
         import ray
@@ -133,12 +133,14 @@ class Replica:
             time.sleep(0.2)
 
     def _is_ready(self) -> bool:
-        """Whether the process is healthy. A router that has no living worker is ready only if the cluster has none."""
+        """Whether the process is healthy. A router without workers is ready only if the cluster has none."""
         status = self._get("/health")[0]
         return status == 200 or (status == 503 and self.group.command == "route" and not self._register())
 
     def _get(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Send a GET, or a POST of `body`. Return status and JSON. Raises OSError."""
+        """Send a GET to the process or, with `body`, a POST. Return the status and the JSON of the response. Raises
+        OSError if the process does not answer.
+        """
         headers = {"content-type": "application/json"}
         key = os.environ.get("KVLOOM_ROUTER_KEY" if self.group.command == "route" else "KVLOOM_API_KEY")
         if key:
@@ -171,7 +173,9 @@ class Replica:
         return found
 
     def _register(self) -> int:
-        """Let the router know exactly the workers of the cluster. Returns their number."""
+        """Register new workers with the router and unregister missing workers. The router then has exactly the running
+        workers of the cluster. Returns their number.
+        """
         living = set(self._workers())
         status, found = self._get("/workers")
         if status != 200:
@@ -192,7 +196,9 @@ class Replica:
         self._get("/health")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of open requests of a worker, or of the images that wait for an encode worker."""
+        """Return the load of the replica: the open requests of a worker, and the images that wait for an encode worker.
+        The load of a router is 0.
+        """
         if self.group.command == "route":
             return {"load": 0.0}
         try:

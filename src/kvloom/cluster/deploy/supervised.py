@@ -45,8 +45,9 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM when this process's parent dies. Otherwise the command could outlive a lost Ray
-    actor, whose children Ray kills with SIGKILL."""
+    """Make the kernel send SIGTERM to the command when its parent, the supervising process, dies. Ray kills the
+    children of a lost actor with SIGKILL, so the supervising process may have no time to end the command.
+    """
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -39,7 +39,10 @@ PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items
 
 
 class RouterApplication:
-    """An ASGI application over one fleet. Without `admin_key`, only clients that use a loopback name are served."""
+    """An ASGI application over one fleet. Unless `is_public`, it serves only requests whose headers Host and Origin
+    have loopback names. The list of workers, the data of the dashboard and the indexer API require `admin_key`, unless
+    it is None. `max_body` limits the bytes of a request body.
+    """
 
     def __init__(
         self,
@@ -179,8 +182,9 @@ class RouterApplication:
         return found
 
     async def _register(self, body: dict[str, Any], send: Send) -> None:
-        """Add a worker, if `body` has the field `url`. Otherwise add an instance whose events at `endpoint` are
-        followed, but which gets no requests (as in RFC 1403)."""
+        """Add a worker, if `body` has the field `url`. Otherwise add an instance that gets no requests, as in RFC 1403.
+        The router only follows its events at `endpoint`.
+        """
         url, endpoint = body.get("url"), body.get("endpoint")
         name = str(body.get("instance_id") or url or endpoint or "")
         if not name or not (isinstance(url, str) or isinstance(endpoint, str)):

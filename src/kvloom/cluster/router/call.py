@@ -26,7 +26,9 @@ FORWARDED = (
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of a client."""
+    """One request of a client. `raw` is its body as bytes, and `body` the parsed JSON. `at` is the time of its arrival.
+    `tried` are the workers to which it was sent.
+    """
 
     path: str
     headers: dict[str, str]
@@ -41,7 +43,7 @@ class Call:
     hashes: dict[str, list[int]] = field(default_factory=dict)
     """Block hashes of the prompt, by worker. Workers with different roots have different hashes."""
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Numbers of cached prompt tokens by worker, one per medium, when a worker was chosen."""
+    """Numbers of cached prompt tokens by worker, one number per medium. Set when a worker is chosen."""
     tried: set[str] = field(default_factory=set)
     refused: bool = False
     """Whether a living worker refused the call because it had too much work."""
@@ -51,16 +53,17 @@ class Call:
     """Seconds that the call has waited because no worker could take it."""
     lossy: bool = False
     encoders: list[tuple[str, int]] = field(default_factory=list)
-    """Encode workers that were named for the images of the call, and the number of images. Empty after the first
-    token."""
+    """Encode workers that were chosen for the images of the call, each with the number of images. Empty after the first
+    token.
+    """
 
     @property
     def is_stream(self) -> bool:
         return self.body.get("stream") is True
 
     def with_fields(self, more: dict[str, Any]) -> bytes:
-        """Return the request's JSON with additional fields. If possible they are appended to the bytes that the client
-        sent, so that the prompt is not encoded again.
+        """Return the request's JSON with the additional fields `more`. If possible, the fields are appended to the
+        bytes that the client sent, so that the prompt is not encoded as JSON again.
         """
         if not more:
             return self.raw

@@ -29,8 +29,9 @@ class WorkerAddress(NamedTuple):
 
 
 def worker_address(text: str) -> WorkerAddress:
-    """An argparse type for a worker: its URL. For workers other than kvloom's, `?events=ADDRESS&replay=ADDRESS`
-    follows."""
+    """An argparse type that parses the URL of a worker. For a worker that is not kvloom,
+    `?events=ADDRESS&replay=ADDRESS` follows the URL.
+    """
     address, _, query = text.partition("?")
     url = server(address)
     try:

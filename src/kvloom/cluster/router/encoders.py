@@ -1,8 +1,10 @@
 """Chooses the encode worker for the images of a call.
 
-The router remembers which encode worker it named for each image. It names that worker again, because the worker
-probably has the embeddings. For new images it names the encode worker with the fewest open images. The worker that
-computes the prompt asks the named worker for embeddings. The router sends nothing to the encode worker.
+For each image, the router remembers the encode worker that it chose. It chooses this worker again, because the worker
+probably has the embeddings. For new images it chooses the encode worker with the fewest open images.
+
+The router adds the address of the encode worker to the request. The worker that computes the prompt then asks the
+encode worker for embeddings. The router sends nothing to the encode worker.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 __all__ = ["EncoderChooser", "image_hashes"]
 
 MAX_IMAGES = 100_000
-"""Number of remembered images."""
+"""Largest number of images whose encode worker is remembered."""
 
 
 def image_hashes(body: dict[str, Any], tenant: str) -> list[bytes]:
@@ -49,7 +51,7 @@ class EncoderChooser:
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
         """Return the encode worker for the images of one call. This is the worker that probably has most of these
         images. Among equal workers, it is the worker with the fewest open images. Return None if `names` is empty.
-        Counts the images as open until `ended`.
+        Counts the images as open until `ended` is called.
         """
         if not images or not names:
             return None

@@ -4,8 +4,7 @@
                                           └──────▶ Subscriber: adds its events to the index of its model
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
-workers. The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add
-its blocks again.
+workers. The index keeps the blocks of a dead worker. When the worker restarts, its events replace these blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     events_need_key: bool = False
-    """Whether only subscribers with the key of the cluster get the events."""
+    """Whether the events are encrypted, so that the router needs the key file of the worker (--kv-events-key)."""
     role: str = "both"
     """Role of the worker: "prefill", "decode", "encode" or "both"."""
     peer: str | None = None
@@ -100,8 +99,9 @@ class Sent:
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """On a prefill worker: the number of prompts that it computed, by the worker that answers. On an encode worker:
-    the number of requests whose images it was named for, by the worker that answers."""
+    """On a prefill worker: the number of prompts that it computed, by the worker that answers. On an encode worker: the
+    number of requests for whose images it was chosen, by the worker that answers.
+    """
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
 
@@ -122,14 +122,15 @@ class Worker:
     given: dict[str, Offer] = field(default_factory=dict)
     """Models and event addresses that were stated when the worker was registered."""
     publishes: Offer = field(default_factory=Offer)
-    """Event addresses of the models for which no registration states an address. Adapters have no separate events.
-    A kvloom worker reports its addresses itself."""
+    """Event addresses from `--worker URL?events=…`, for models without an entry in `given`. Adapters have no separate
+    events. A kvloom worker reports its addresses itself.
+    """
     failed_checks: int = 0
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests that other routers had sent, at the worker's last report. It is stored because it
-    cannot be computed later, when the number of this router's own requests has changed.
+    """Number of open requests that other routers had sent, at the worker's last report. It is `open_requests` minus the
+    requests of this router at that time.
     """
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
@@ -161,8 +162,9 @@ class ServedModel:
 
 
 class Fleet:
-    """Adds, checks and removes the workers of a router, and follows their events. `run` checks the workers until it is
-    cancelled. Must be used by one event loop."""
+    """Adds, checks and removes the workers of a router, and follows their events. Background tasks check the workers
+    until `close`. Must be used by one event loop.
+    """
 
     def __init__(
         self,
@@ -296,7 +298,7 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, worker: Worker) -> None:
-        """Query the state of a worker once."""
+        """Query the state of a worker once, and update its health, models and load."""
         try:
             offers = await self._ask(worker)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
@@ -429,7 +431,9 @@ class Fleet:
     def root(
         model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False, adapter: str | None = None
     ) -> bytes:
-        """Return the root of a request's block hashes on a worker. An activated LoRA has the root of the base model."""
+        """Return the root of a request's block hashes on a worker: the hash before the first block. An activated LoRA
+        has the root of the base model.
+        """
         if offer.hash_model is None:
             return _root(f"foreign {model}", "", "")
         found = None if adapter is None else offer.adapters.get(adapter)

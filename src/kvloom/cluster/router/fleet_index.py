@@ -4,8 +4,8 @@ hits, but answers stay correct.
     prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
 Events of the workers fill one index per medium. Another index has expected blocks, which a worker will have soon
-because a request was sent to it. Expected blocks are removed when events report them. For a worker without events
-they stay.
+because a request was sent to it. An expected block is removed when the worker has computed it, because events then
+report it. For a worker without events, expected blocks stay.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class FleetIndex:
     def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
         """Return, for each worker, how many tokens of the prompt it has cached, as one number per entry of MEDIA.
 
-        Each number counts the blocks in its medium and in all nearer media, so the numbers never decrease. Expected
-        blocks count everywhere. For the cost see `HashIndex.lengths`.
+        Each number counts the blocks in its medium and in all earlier media of MEDIA, so the numbers never decrease.
+        Expected blocks count in every medium. For the cost see `HashIndex.lengths`.
         """
         gpu, *farther = self._media.values()
         if any(map(len, farther)):
@@ -244,7 +244,9 @@ class FleetIndex:
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:
-    """Return the root of a foreign worker's block hashes for requests with an adapter."""
+    """Return the root of a foreign worker's block hashes for requests with an adapter. Without an adapter, return
+    `root`.
+    """
     return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
 
 

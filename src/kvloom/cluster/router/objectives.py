@@ -1,8 +1,7 @@
-"""Objectives at the router: finds the workers that can meet the objective of a request, from the step times that
-they report.
+"""Finds the workers that can meet the objective of a request, from the step times that the workers report.
 
 A worker has more information, such as its queue and the requests of other routers, and decides again. The router
-refuses a request only if the request would miss its objective by MARGIN on every worker.
+refuses a request only if its predicted times exceed MARGIN times its objective on every worker.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
 def predict(
     load: WorkerLoad, times: Sequence[float], token_budget: int, prompt: int, cached: int, now: float
 ) -> Prediction | None:
-    """Predict TTFT and time between tokens of a request on a worker, from the requests that this router sent there.
-    Returns None if the worker has not reported its step times.
+    """Predict TTFT and time between tokens of a request on a worker. `load` has the requests that this router sent to
+    the worker. `times` are the coefficients of its step times. Returns None if the worker has not reported step times.
     """
     if not times:
         return None
@@ -66,7 +65,7 @@ def predict(
 
 def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
     """Return whether to admit a request on a worker. The request is refused only if the prediction exceeds MARGIN times
-    the objective.
+    the objective. `waited` is the number of seconds since its arrival.
 
     A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction is
     also always admitted.

@@ -1,4 +1,4 @@
-"""Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
+"""Computes the block hashes of a prompt from the request's JSON. They equal the block hashes that the workers compute.
 
 request                      hashes
 with token ids               block hashes, for every root hash that workers use
@@ -48,9 +48,10 @@ class PromptKeys:
     """Number of tokens. It is an estimate if only the text is known."""
 
     def hashes(self, root: bytes, adapter: AdapterOffer | None = None) -> list[int]:
-        """Return the block hashes of the prompt for a root hash. Returns an empty list if its tokens are unknown.
-        Takes about 0.2 µs per block. The hashes of an activated LoRA (`adapter`) differ from the base model's after its
-        invocation tokens."""
+        """Return the block hashes of the prompt for a root hash. Returns an empty list if its tokens are unknown. Takes
+        about 0.2 µs per block. With an activated LoRA (`adapter`), the hashes differ from those of the base model from
+        its invocation tokens on.
+        """
         if self.tokens is None:
             return []
         if adapter is None or not adapter.invocation_tokens:
@@ -65,8 +66,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Chats are
-    tokenised by a worker. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Without
+    `tokenizer`, a worker tokenises texts. A worker always tokenises chats. If `uses_workers` is False, workers tokenise
+    nothing, and pieces of the text are hashed instead of tokens. An image counts as `image_tokens` tokens.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class PromptReader:
             return None
 
     def _by_text(self, text: bytes) -> PromptKeys:
-        """Return the fallback for a prompt without tokens: hashes of pieces of 64 bytes of the text."""
+        """Return the keys of a prompt whose tokens are unknown: hashes of 64-byte pieces of the text."""
         self.fallbacks += 1
         return PromptKeys(
             None, wire_hashes(hash_chain(TEXT_ROOT, text)), len(text) // CHARACTERS_PER_TOKEN + 1
@@ -211,8 +213,8 @@ def roots_of(
     lossy: bool,
     adapter: str | None = None,
 ) -> dict[tuple[bytes, AdapterOffer | None], list[str]]:
-    """Group the workers `names` by the root of their block hashes for this request, and by the version of its adapter:
-    (root, adapter) → workers. Usually all workers have the same root.
+    """Group the workers `names` by the root of their block hashes for a request, and by their version of its adapter.
+    Return (root, adapter) → workers. Usually all workers have the same root.
     """
     found: dict[tuple[bytes, AdapterOffer | None], list[str]] = {}
     for name in names:

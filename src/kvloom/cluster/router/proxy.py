@@ -71,12 +71,13 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
-    tenants take turns.
+    """Limits of a router. For each living worker, `inflight` requests may run at the same time. At most `queue` further
+    requests wait, and their tenants take turns. `route` is "kv" (by cached prefix and load) or "round-robin".
 
     A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, a
     worker that sends nothing for `silent_seconds` counts as failed. While no worker can take a request, the request
-    waits up to `wait_seconds` for a worker that returns."""
+    waits up to `wait_seconds` for a worker that returns.
+    """
 
     inflight: int = 256
     queue: int = 10_000
@@ -89,7 +90,9 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of a router."""
+    """The counters of a router. `overhead` has the times from the arrival of a request until it is sent to a worker.
+    `ttft` has the times to first token of streams.
+    """
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)
     failovers: int = 0
@@ -100,7 +103,7 @@ class Counts:
     hand_overs: int = 0
     """Number of requests whose prompt a prefill worker computed."""
     named_encoders: int = 0
-    """Number of requests with images for which an encode worker was named."""
+    """Number of requests with images for which an encode worker was chosen."""
     slo_refused: int = 0
     """Number of requests that were refused because no worker could meet their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
@@ -160,8 +163,9 @@ class Proxy:
             self.queue.leave()
 
     async def _find_model(self, call: Call) -> tuple[str, str | None]:
-        """Return the model of a call and its LoRA adapter, if any. Waits while no worker is alive, because the router or the workers may have just
-        started."""
+        """Return the model of a call, and its LoRA adapter or None. Waits while no worker is alive, because the router
+        or the workers may have just started.
+        """
         limit = min(self.options.wait_seconds, self.options.deadline_seconds)
         for _ in range(int(limit / WAIT_STEP)):
             workers = self.fleet.workers.values()

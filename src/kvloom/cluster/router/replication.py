@@ -67,8 +67,9 @@ class Replicator:
     def observe(
         self, call: Call, cached: int, hashes: Sequence[int], lengths: Mapping[str, Sequence[int]]
     ) -> None:
-        """Count a hit of `cached` tokens of a call. If this hit makes the prefix hot, copy the prefix to another
-        worker in the background. Takes microseconds.
+        """Count a hit of `cached` tokens of a call. `hashes` are the block hashes of the prompt. `lengths` are the
+        cached tokens of each worker, by medium. If the prefix is hot and has too few copies, copy it to another worker
+        in the background. Takes microseconds.
         """
         tokens = cached // HASH_TOKENS * HASH_TOKENS
         options = self.options

@@ -28,8 +28,9 @@ NONE = (0, 0, 0, 0)
 """Cached tokens of a worker that has no block of the prompt."""
 
 FULL_SHARE = 0.9
-"""A pool counts as full if events report this share of it. Pages of partial blocks and running answers are not in
-events."""
+"""A pool counts as full if the blocks that events report fill this share of it. Pages of partial blocks and running
+answers are not in events.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ScoringOptions:
     | option             | meaning                                                                                                      |
     |--------------------|--------------------------------------------------------------------------------------------------------------|
     | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load                             |
-    | `eviction_weight`  | cost of evicting pages of others: share of the time that it takes to compute them again                      |
+    | `eviction_weight`  | cost of evicting cached pages: factor of the time that it takes to compute them again                        |
     | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool                        |
     | `step_tokens`      | number of prompt tokens in one step                                                                          |
     | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool                                  |
@@ -99,8 +100,10 @@ class _Sent:
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """The requests that this router sent to one worker. `capacity` is the size of the pool in tokens, or 0 if
-    unknown."""
+    """The requests that this router sent to one worker. `capacity` is the size of the pool in tokens, or 0 if unknown.
+    `busy_until` is the time until which the worker computes its queued prompts. `adapters` are the LoRA adapters that
+    are on its device, or that a sent request uses.
+    """
 
     capacity: int = 0
     speed: SpeedModel = field(default_factory=SpeedModel)
@@ -224,8 +227,9 @@ class Scorer:
         """Return the best of `candidates`, or None if there are no candidates. `lengths` are the cached tokens of each worker,
         by medium (`FleetIndex.lengths`).
 
-        Workers are first ranked by backlog and cached tokens. The costs of the best ones are then computed, except of
-        those that cannot be the best. Takes about 0.3 µs per candidate, and 2 µs for each cost.
+        Workers are first ranked by backlog and cached tokens. The whole cost is then computed for the first SCORED
+        workers and for the last worker of the session. A worker is skipped if a part of its cost already exceeds the
+        smallest cost so far. Takes about 0.3 µs per candidate, and 2 µs for each whole cost.
         """
         names = [*candidates]
         if not names:

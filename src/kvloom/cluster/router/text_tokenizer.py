@@ -2,8 +2,9 @@
 
     text ──▶ pieces of about 512 characters, cut between two words ──▶ tokens of each piece, from the cache ──▶ tokens
 
-Byte-level tokenizers split between words, too. For the first texts, the result is compared with the tokens of the
-whole text. If they differ, as with some tokenizers, whole texts are tokenised from then on.
+Byte-level tokenizers split between words too, so the pieces usually have the tokens of the whole text. For the first
+COMPARED_TEXTS texts, this is checked. If the tokens differ, as with some tokenizers, whole texts are tokenised from
+then on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["TextTokenizer"]
 PIECE_CHARACTERS = 512
 MAX_PIECES = 16_384
 COMPARED_TEXTS = 8
-"""Number of texts whose tokens are compared with the tokens of the whole text."""
+"""Number of texts for which the tokens of the pieces are compared with the tokens of the whole text."""
 _CUT = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 
 

@@ -3,9 +3,9 @@
     server_context.py     ServerContext: state and checks that all endpoints share
     served_model.py       ServedModel: one model, its engine process, encoder and observer
     generation.py         endpoints that generate: completions and chats
-    openai_responses.py   /v1/responses, as a chat
-    anthropic_messages.py /v1/messages, as a chat
-    embeddings.py         /v1/embeddings, as completions whose output is dropped
+    openai_responses.py   /v1/responses, translated to a chat
+    anthropic_messages.py /v1/messages, translated to a chat
+    embeddings.py         /v1/embeddings, run as completions whose output token is dropped
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role
@@ -15,7 +15,7 @@
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
     images.py             RequestImages: the images of a request
-    fair_thread.py        a thread that encodes for tenants in turn
+    fair_thread.py        FairThread: a thread that works for one tenant after another
     templates.py          chat templates within limits
     template_process.py   chat templates of requests, in a process with limits
     control_tokens.py     control tokens in the texts of a request

@@ -1,5 +1,6 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: LoRA adapters of a running server, as in vLLM's API. If the server
-has API keys, they require an admin key."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload LoRA adapters of a running server, as in vLLM's
+API. If the server has API keys, both endpoints require an admin key.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ ANSWER_SECONDS = 120.0
 
 
 class LoadFields(msgspec.Struct, frozen=True):
-    """Body of POST /v1/load_lora_adapter. With `load_inplace`, another version under the same name is replaced."""
+    """Body of POST /v1/load_lora_adapter. With `load_inplace`, the adapter replaces a loaded adapter of the same name.
+    `base_model_name` is the served model that gets the adapter.
+    """
 
     lora_name: str
     lora_path: str
@@ -66,7 +69,9 @@ class LoadAdapterEndpoint(AdminEndpoint):
 
 
 class UnloadAdapterEndpoint(AdminEndpoint):
-    """POST /v1/unload_lora_adapter removes an adapter. Requests that were sent before still finish with it."""
+    """POST /v1/unload_lora_adapter removes an adapter. Requests that were sent earlier still use the adapter until they
+    finish.
+    """
 
     async def _respond(self, request: Request) -> Response:
         context = self._context
@@ -85,7 +90,9 @@ class UnloadAdapterEndpoint(AdminEndpoint):
 
 
 async def _change(served: ServedModel, name: str, folder: str | None = None, replace: bool = False) -> None:
-    """Load an adapter, or unload it without `folder`. Raises ApiError if the engine refuses it."""
+    """Load an adapter from `folder`. Without `folder`, unload the adapter. Raises ApiError if the engine refuses the
+    change.
+    """
     try:
         error = await served.engine.change_adapter(name, folder, replace, ANSWER_SECONDS)
     except TimeoutError:
@@ -97,8 +104,9 @@ async def _change(served: ServedModel, name: str, folder: str | None = None, rep
 
 
 def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
-    """Return the folder of an adapter, given as an absolute path or relative to an allowed folder. Raises ApiError if it
-    is outside the allowed folders."""
+    """Return the folder of an adapter. `asked` is an absolute path, or a path relative to an allowed folder. Raises
+    ApiError if the folder is outside the allowed folders.
+    """
     for above in allowed:
         try:
             folder = (above / asked).resolve()  # an absolute path replaces `above`

@@ -1,5 +1,6 @@
-"""Endpoints for operators: the size of an elastic pool, and the role of a worker. If the server has API keys, they
-require an admin key."""
+"""Endpoints for operators: the size of an elastic pool, and the role of a worker. If the server has API keys, both
+endpoints require an admin key.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class Breakpoint(msgspec.Struct, frozen=True):
     """A position in a chat: the end of its first `messages` messages. If `characters` is set, the position is after
-    this number of characters of the last of these messages."""
+    this number of characters of the last of these messages. Pages before the position are retained for `ttl` seconds.
+    """
 
     messages: int
     characters: int | None
@@ -256,8 +257,8 @@ def _position(
     """Return the number of prompt tokens before a cache breakpoint. Returns 0 if the template refuses the chat up to
     the breakpoint.
 
-    The chat up to the breakpoint and the whole chat are rendered. The result is the length of their common prefix in
-    tokens.
+    The chat up to the breakpoint is rendered and encoded. The result is the length of its common prefix with the prompt
+    of the whole chat, in tokens.
     """
     part = [dict(message) for message in fields.messages[: point.messages]]
     if part and point.characters is not None:

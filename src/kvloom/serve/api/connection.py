@@ -1,6 +1,7 @@
 """HTTP connections with limits. Silent and slow clients are disconnected.
 
-If data is not HTTP, or if there are too many connections, the client gets an error response in OpenAI's format.
+A client gets an error response in OpenAI's format if it sends data that is not HTTP, or if too many connections are
+open.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
 """Largest number of characters that marks add to a prompt during rendering, if the template writes each text only once.
 """
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
-"""In messages of these roles, the tokens of reasoning and tool calls stay tokens. These are added tokens that are not
-special.
+"""In messages of these roles, only special tokens are encoded as text. Other added tokens, such as the markers of
+reasoning and tool calls, stay tokens.
 """
 
 Encode = Callable[[str], list[int]]
@@ -92,9 +92,10 @@ class ControlTokens:
         """Remove the marks from a rendered prompt. Return the prompt, the text to encode, and the encoder for this
         text.
 
-        If a control token had a mark, the text to encode has aliases instead of the template's control tokens. The
-        encoder turns the aliases into tokens, and encodes all other text as text. With `special`, the encoder adds the
-        tokens that the tokenizer puts around a prompt. Raises ApiError if the template has split a mark.
+        If no control token had a mark, the encoder is `encode`. Otherwise the text to encode has aliases in place of
+        the template's control tokens. The encoder turns the aliases into tokens, and encodes all other text as text.
+        With `special`, the encoder adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the
+        template has split a mark.
         """
         parts = text.split(mark)
         places, place = set(), 0
@@ -178,8 +179,9 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """Return the number of marks that a value needs: one per control token. Also counts the start or end of a
-        control token at the edge of a text, because the template could complete it. Stops soon after MAX_MARKS.
+        """Return the number of marks that a value needs: one per control token. A text that starts or ends with a part
+        of a control token also needs a mark, because the template could complete the token. A search stops soon after
+        MAX_MARKS.
         """
         if isinstance(value, str):
             return len(self._places(value))

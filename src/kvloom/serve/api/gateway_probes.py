@@ -20,7 +20,7 @@ __all__ = ["probe_routes"]
 
 
 def probe_routes(context: ServerContext) -> list[Route]:
-    """Return the routes of the probes. With API keys they need a key."""
+    """Return the routes of the probes. If the server has API keys, the routes require a key."""
 
     async def info(request: Request) -> Response:
         context.authenticate(request)

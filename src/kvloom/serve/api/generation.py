@@ -62,7 +62,9 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request whose fields are valid, with its prompts and its model. `ids` are the ids of the prompts in the engine."""
+    """A request whose fields are valid, with its prompts and its model. `ids` are the ids of the prompts in the engine.
+    `adapter` is the name of its LoRA adapter, or None.
+    """
 
     fields: CompletionFields | ChatFields
     prompts: list[Prompt]
@@ -206,8 +208,8 @@ class GenerationEndpoint(ABC):
         """Return the object that builds the response to a request."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it sets no
-        end, and None if it asks for no retention.
+        """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it retains
+        a range of tokens without a ttl. Return None if it asks for no retention.
         """
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
@@ -287,7 +289,9 @@ class GenerationEndpoint(ABC):
         facts: Ready,
         made: dict[int, SamplingParams],
     ) -> SamplingParams:
-        """Return the sampling parameters of a prompt. Raises ApiError for an invalid prompt or field."""
+        """Return the sampling parameters of a prompt. `made` has the parameters of earlier prompts of the request, by
+        `max_tokens`. Raises ApiError for an invalid prompt or field.
+        """
         tokens = prompt.tokens
         chat, count = isinstance(fields, ChatFields), len(tokens)
         param = "messages" if chat else "prompt"
@@ -365,8 +369,8 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields, with the grammar of a forced or strict tool call. If the format of the answer has markers
-        that are special tokens, special tokens stay in the text.
+        """Return the fields of a chat. If the request forces a tool call or has strict tools, a grammar is added. If
+        special tokens mark reasoning or tool calls in an answer, the text of the answer keeps special tokens.
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
@@ -492,8 +496,8 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return the text from which a reasoning parser decides whether the answer begins with reasoning. This is the
-    prompt or, if the answer continues the final message, the last reasoning marker of that message.
+    """Return the text whose end shows whether the answer begins with reasoning. This is the prompt. If the answer
+    continues the final message, it is the last reasoning marker of that message.
     """
     if not fields.continue_final_message:
         return prompt.text or ""
@@ -545,8 +549,8 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 
 
 def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
-    """Return the token ranges that a request retains: those of its field `cache.retain`, and those before its cache
-    breakpoints.
+    """Return the token ranges that a request retains. They are the ranges in its field `cache.retain`, and the tokens
+    before each of its cache breakpoints.
     """
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
@@ -558,8 +562,9 @@ def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks
-    for no hand-over, or if this worker shares no host memory."""
+    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks for
+    no hand-over to a decode worker, or if this worker shares no host memory.
+    """
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
     if facts.peer_address is None:

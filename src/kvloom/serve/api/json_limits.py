@@ -89,7 +89,9 @@ def check_values(values: Iterable[Any], name: str, param: str | None = None) -> 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the block ends. With many new objects, a collection would take long."""
+    """Pause garbage collection until the `with` block ends. While many objects are created, collections would take
+    long.
+    """
     on = gc.isenabled()
     gc.disable()
     try:

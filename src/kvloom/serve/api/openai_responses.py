@@ -35,7 +35,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of one request to `/v1/responses`: those of a chat, and those that the response repeats."""
+    """The fields of one request to `/v1/responses`: those of a chat, and `original`, the fields of the request that the
+    response repeats.
+    """
 
     original: dict[str, Any]
 

@@ -51,8 +51,8 @@ MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
 """Largest number of characters of a rendered chat, if the chat is truncated to its last tokens."""
 TAIL_TOKENS = 256
-"""When only the end of a text is encoded, at least this many tokens before the kept tokens are encoded too. The tokens
-directly after the cut differ from those of the whole text.
+"""When only the end of a text is encoded, at least this many tokens before the kept tokens are encoded too. They are
+dropped, because tokens directly after the cut may differ from the tokens of the whole text.
 """
 MAX_REASON_CHARACTERS = 500
 INFILLING = (
@@ -76,8 +76,8 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known. `retain` contains pairs of a position and seconds: pages before the position
-    are retained for this time.
+    """The token ids of a prompt, and its text if known. `retain` contains pairs of a position and seconds: pages before
+    the position are retained for this time.
 
     With `images`, the tokens contain one placeholder per image, which the engine process expands.
     """
@@ -534,8 +534,8 @@ class _ContentForms:
 def _read_content(
     place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return `message` with its content as one text. With images, the content is a list of parts. Raises ApiError for
-    any other kind of content.
+    """Return `message` with its content as one text, or as one text part if the template supports only parts. With
+    images, the content is a list of parts. Raises ApiError for any other kind of content.
     """
     where = f"messages[{place}]"
     role = message.get("role")

@@ -2,8 +2,8 @@
 checks values.
 
 There are OpenAI's fields, fields of other servers (top_k, min_p, ignore_eos, …), and fields of the cache (tenant,
-priority, ttl, cache, session_id). Unknown fields are ignored. Some known fields are not supported but would change
-the answer. They are refused (UNSUPPORTED). docs/server.md lists all fields.
+priority, ttl, cache, session_id). Unknown fields are ignored. Fields in UNSUPPORTED are refused, because ignoring them
+would change the answer. docs/server.md lists all fields.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
 MAX_BAD_WORDS = 128
 MAX_RANGES, MAX_RANGE_PRIORITY = 16, 100
-"""Largest number of token ranges of one request, and their largest priority."""
+"""Largest number of token ranges (`cache.retain`) of one request, and largest absolute value of their priority."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
 MAX_STOP_TOKENS = 1024
@@ -92,8 +92,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The priority of the prompt tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
-    later than other tokens. Tokens with a negative priority are evicted earlier."""
+    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
+    later than other tokens, tokens with a negative priority earlier. Without `stop` the range has no end. Without `ttl`
+    the priority does not expire.
+    """
 
     start: int = 0
     stop: int | None = None
@@ -102,8 +104,9 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Caching options of a request: whether it stores and reads pages, priorities of token ranges, and the seconds
-    for which the prompt is pinned in the pool.
+    """Caching options of a request. `store` and `read` state whether the request adds pages to the cache, and whether
+    it uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
+    is pinned in the pool.
     """
 
     store: bool | None = None
@@ -113,7 +116,9 @@ class CacheFields(msgspec.Struct, frozen=True):
 
 
 class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The objectives of a request in milliseconds, as in `core.Objective`."""
+    """The objective of a request in milliseconds: limits of time to first token, of time between tokens, and of the
+    whole answer. See `core.Objective`.
+    """
 
     ttft_ms: float | None = None
     tbt_ms: float | None = None
@@ -128,9 +133,12 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferFields(msgspec.Struct, frozen=True):
-    """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
-    worker. Pages are found by hash, so block ids, engine ids and token counts are accepted but not used.
-    `encode_host` and `encode_port` are kvloom's own, and name the encode worker for the images of the request."""
+    """vLLM's fields for the hand-over of a prompt from a prefill worker to a decode worker. The request to the prefill
+    worker has `do_remote_decode`. Its response contains the fields for the decode worker.
+
+    Pages are found by hash, so block ids, engine ids and token counts are accepted but not used. `encode_host` and
+    `encode_port` are fields of kvloom, not of vLLM. They name the encode worker for the images of the request.
+    """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -244,8 +252,8 @@ Some = TypeVar("Some", bound=msgspec.Struct)
 
 
 def read_fields(body: bytes, kind: type[Some]) -> Some:
-    """Parse a body. Raises ApiError with the name of an invalid field. Takes up to 0.2 s for the largest accepted
-    body.
+    """Parse the JSON of a body into the struct `kind`. Raises ApiError with the name of an invalid field. Takes up to
+    0.2 s for the largest accepted body.
     """
     if not body.strip():
         raise bad_request("the request body is empty: send a JSON object")

@@ -47,9 +47,9 @@ class Usage:
 class ResponseBuilder(ABC):
     """Builds the response of one HTTP request. Each delta updates `usage` and `finish_reasons`.
 
-    `ids` are the ids of its prompts in the engine, with `n` answers each. With `echo`, an answer begins with the text
-    of its prompt. `new_parser` creates the parser of one answer. If it returns None, the whole text is content.
-    `warning` is sent as a header.
+    `ids` are the ids of the request's prompts in the engine, with `n` answers each. With `echo`, an answer begins with
+    the text of its prompt. `new_parser` creates the parser of one answer. If it returns None, the whole text is
+    content. `warning` is sent as a header.
     """
 
     prefix = ""

@@ -34,7 +34,7 @@ class ServedModel:
     answers: AnswerFormats = field(default_factory=AnswerFormats)
     """How the model writes tool calls and reasoning. Set when the tokenizer is loaded."""
     is_added: bool = False
-    """Whether the API loaded the model. /health ignores such a model until it is ready."""
+    """Whether a client loaded the model with POST /admin/models. /health ignores such a model until it is ready."""
     is_unloading: bool = False
     error: str = ""
     """The reason why loading failed. Empty if it did not fail."""
@@ -62,8 +62,8 @@ class ServedModel:
         return next((one for one in self.adapters if one.name == name), None)
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
-        """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
-        the model is being unloaded.
+        """Return the engine's Ready message and the encoder. Raises ApiError if the model is loading, unloading or
+        failed, or if the worker only encodes images.
         """
         if self.error:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
@@ -84,8 +84,8 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return the data that a router needs to follow and score this model: how blocks are hashed, layer groups,
-        sizes, and the addresses of its events. Returns None while the model loads.
+        """Return the data that a router needs to choose a worker for this model. The data describe block hashes, layer
+        groups, sizes, load and event addresses. Returns None while the model loads.
         """
         facts = self.engine.info
         if facts is None:

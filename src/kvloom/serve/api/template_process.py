@@ -4,8 +4,8 @@
     server ◀─ frames on stdout ── parent
 
 A template of a request is code of the client. An endless loop, or a huge constant that the compiler computes, would
-stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds a limit.
-It also uses jinja's sandbox. The parent ends with the server.
+stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds a limit. It
+renders in jinja's sandbox. The parent exits when the server closes the pipe.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, seconds: float, characters: int, **given: Any) -> str:
-        """Return the result of transformers' `render_jinja_template` for `given`. Raises RenderError if a limit is
-        exceeded, and ValueError for an error of the template.
+        """Return the result of transformers' `render_jinja_template` for the arguments `given`. `seconds` limits the
+        CPU time, and `characters` the length of the result. Raises RenderError if a limit is exceeded, and ValueError
+        for an error of the template.
         """
         asked = json.dumps({"seconds": seconds, "characters": characters, "given": given}).encode()
         with self._lock:

@@ -44,8 +44,8 @@ class _RenderBudget:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one attribute read, call or operator of a template, and check the CPU time now and then. Only CPU time
-        of this thread counts, so a busy machine causes no error.
+        """Count one attribute read, call or operator of a template. Every STEPS calls, check the CPU time and raise
+        RenderError above the limit. Only CPU time of this thread counts, so a busy machine causes no error.
         """
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
@@ -73,7 +73,9 @@ def _budget() -> _RenderBudget | None:
 
 @contextmanager
 def render_limits(characters: int, seconds: float) -> Iterator[None]:
-    """Limit templates in this thread until the block ends. If a template exceeds a limit, it raises RenderError."""
+    """Limit the templates that this thread renders, until the `with` block ends. If a template exceeds a limit, it
+    raises RenderError.
+    """
     _thread.work = _RenderBudget(characters, seconds)
     try:
         yield
@@ -82,8 +84,8 @@ def render_limits(characters: int, seconds: float) -> Iterator[None]:
 
 
 def reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Return the names that chat_template_kwargs may not use: special tokens, and names of the server, transformers
-    and jinja.
+    """Return the names that chat_template_kwargs may not use: names of special tokens, of jinja, and of transformers'
+    parameters and template functions.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -121,8 +123,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template, from the cache of transformers. Return None for an invalid template. Requests get
-    the error when they render it.
+    """Return the compiled template, from the cache of transformers. Return None for an invalid template. A request that
+    renders the invalid template gets the error.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template

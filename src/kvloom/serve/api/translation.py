@@ -50,7 +50,9 @@ def copied_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of_parts(content: Any, kinds: tuple[str, ...], where: str, param: str) -> str:
-    """Return a text, or the joined texts of parts of the given kinds. Raises ApiError for other content."""
+    """Return the text of `content`, which is a text or a list of parts. The texts of the parts are joined. Raises
+    ApiError for a part whose type is not in `kinds`, and for other content.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,7 +1,8 @@
 """Authentication and limits.
 
     keys.py       ApiKeys: API keys, their tenants, quotas and caps
-    limits.py     Limits of a server, Caps of a tenant; RequestLimiter counts answers in progress, BodyLimiter bytes of bodies
+    limits.py     Limits of a server, Caps of a tenant; RequestLimiter counts answers in progress, BodyLimiter counts
+                  bytes of request bodies
 
 Imports worker's messages and the server's errors.
 """

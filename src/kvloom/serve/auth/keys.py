@@ -6,8 +6,8 @@ A key file has one of two forms:
     lines    KEY tenant [quota [weight]] [max_…=N] [admin]      # starts a comment; - means no quota
 
 - All keys of one tenant must have the same quota, weight and caps.
-- If any tenant has a weight, the default weight of the others is 1. Otherwise all tenants have equal default shares
-  (`core.Tenant.firm`).
+- The default weight of a tenant is 1. If no key sets a weight, all tenants have equal shares of the pool, and only half
+  of each share is protected (`core.Tenant.firm`).
 - `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`.
 - An admin key can read the data of all tenants.
 """

@@ -63,14 +63,14 @@ class Limits:
     | `body_bytes`        | bytes of one request body                                                         |
     | `bodies`            | bytes of all bodies that are being read or encoded, in multiples of `body_bytes`  |
     | `answers`           | number of running and waiting answers                                             |
-    | `request_seconds`   | seconds in which a client must send the head of a request, and again for its body |
+    | `request_seconds`   | seconds in which a client must send the head of a request; the same for its body  |
     | `read_seconds`      | seconds for which a client may read nothing from a stream                         |
     | `unread_characters` | characters of a stream that the client has not read                               |
     | `template_seconds`  | CPU seconds of the chat template for one request                                  |
     | `images`            | number of images of one request                                                   |
     | `image_bytes`       | encoded bytes of all images of one request                                        |
-    | `image_pixels`      | pixels of all images of one request, before they are decoded                      |
-    | `image_folders`     | folders, with links resolved, whose files requests may name                       |
+    | `image_pixels`      | pixels of all images of one request, as their headers state                       |
+    | `image_folders`     | folders, with links resolved, whose images requests may name by file: URLs        |
     """
 
     body_bytes: int = 8 << 20
@@ -108,7 +108,7 @@ class BodyLimiter:
 
     @contextmanager
     def hold(self, tenant: str = "") -> Iterator[HeldBody]:
-        """Count the bytes of one body until the block ends."""
+        """Count the bytes of one body until the `with` block ends. Call `HeldBody.add` for each chunk that arrives."""
         held = HeldBody(self, tenant)
         try:
             yield held
@@ -141,9 +141,9 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server
-    can still admit. Tenants with many open answers are therefore refused first, and a new tenant is always
-    admitted.
+    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
+    still admit. Tenants with many open answers are therefore refused first. The first answer of a tenant is admitted
+    until the limit of the server is reached.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

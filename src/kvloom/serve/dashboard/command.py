@@ -36,8 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses the request, and OSError
-    without a server."""
+    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses the request, and OSError if no
+    server answers.
+    """
     key = args.api_key or os.environ.get(KEY)
     source = _Server(args.url, key, args.model)
     source.refresh()  # an error of the first call is raised; later errors are shown on the screen

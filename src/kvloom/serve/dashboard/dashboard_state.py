@@ -119,8 +119,8 @@ class DashboardState:
         }
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters since the start of the server. Drafts and ages of entries are counted since the last start of
-        the engine.
+        """Return counters since the start of the server. The counters of drafts and of ages of entries restart with the
+        engine.
         """
         metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)

@@ -1,4 +1,4 @@
-"""A router's fleet in a terminal: its state as rich renderables. This module is independent of HTTP."""
+"""Shows the state of a router's fleet in a terminal, as rich renderables. This module is independent of HTTP."""
 
 from __future__ import annotations
 

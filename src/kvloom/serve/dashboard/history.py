@@ -47,15 +47,18 @@ class Samples:
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def increments(self, now: float, counters: Mapping[str, float]) -> tuple[float, dict[str, float]] | None:
-        """Return the seconds since the last sample, and the increase of each counter since then. Returns None for the
-        first sample."""
+        """Return the seconds since the previous call, and the increase of each counter since then. Returns None on the
+        first call.
+        """
         before, self._before, self._last = self._before, (now, counters), now
         if before is None:
             return None
         return max(1e-3, now - before[0]), {name: n - before[1][name] for name, n in counters.items()}
 
     def quantiles(self) -> list[float | None]:
-        """Return the quantiles of each histogram over the last WINDOW samples. Takes microseconds."""
+        """Return the quantiles of each histogram over the last WINDOW samples. Call it once per sample, because each
+        call stores the counts of the histograms. Takes microseconds.
+        """
         self._counts.append(self._histogram_counts())
         recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
         return [one.quantile(q) for one in recent for q in QUANTILES]
@@ -115,5 +118,5 @@ class History:
         ])  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the samples as JSON."""
+        """Return the samples as plain data for JSON."""
         return self._samples.to_dict()

@@ -1,6 +1,6 @@
 """Routes of the dashboard: the page, its files, and its data.
 
-The page itself contains no data. With API keys its data requires an admin key.
+The page itself contains no data. If the server has API keys, the data require an admin key.
 """
 
 from __future__ import annotations

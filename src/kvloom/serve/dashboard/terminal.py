@@ -1,5 +1,6 @@
-"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. This module is
-independent of HTTP."""
+"""Shows the state of a server in a terminal, as rich renderables that fit any terminal size. This module is independent
+of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ class _Curves:
         yield table
 
     def _latency(self, name: str) -> tuple[str, str]:
-        """Return two texts about TTFT or ITL: p50, and p95 with p99. Uses the latest sample, or the values since the
-        start of the server.
+        """Return two texts about TTFT or ITL: p50, and p95 with p99. Uses the latest sample that has values, otherwise
+        the values since the start of the server.
         """
         p50, p95, p99 = (
             next((value for value in reversed(self.series[f"{name}_{q}"]) if value is not None), None)
@@ -150,7 +151,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The map of the page pool. Each character represents several cells of the pool map.
+    """The map of the page pool. Each character represents one or more cells of the pool map. A cell is a range of
+    slabs.
 
     The pages that fill the largest part of these cells determine the character. Its colour shows their kind or
     tenant, and its shape their state.
@@ -270,7 +272,7 @@ def _drafts(drafts: State) -> str:
 
 
 def _ages(ages: State) -> str:
-    """Return the median idle time of hit and of evicted entries."""
+    """Return the median time since the last use, at a hit and at an eviction."""
     words = [("hit again", ages["reused_p50"]), ("evicted", ages["evicted_p50"])]
     known = [f"{word} after {format_seconds(age)}" for word, age in words if age is not None]
     return "p50: " + ", ".join(known) if known else ""

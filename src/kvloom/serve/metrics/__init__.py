@@ -2,7 +2,7 @@
 
     metrics.py            Metrics: the counters of a model; ServerMetrics: those of the server, and /metrics
     series.py             Series: names, help texts and Prometheus' text format
-    observer.py           RequestObserver: passes each request to the others
+    observer.py           RequestObserver: passes each request to metrics, records, traces and the recorder
     saved_time.py         SavedTime: the prefill time that cached tokens save
     request_records.py    RequestRecord: one request's numbers, and why it hit or missed
     otel_traces.py        Traces: OpenTelemetry spans

@@ -146,7 +146,9 @@ class Metrics:
         use.cached_tokens += record.cached_tokens
 
     def tenant_series(self, tenant: str | None, everyone: bool) -> list[Series]:
-        """Return the series of `tenant`, or of every tenant."""
+        """With `everyone`, return the series of every tenant. Otherwise return the series of `tenant`, or an empty list
+        if `tenant` is None.
+        """
         known = self._engine.stats.tenants
         shown = known if everyone else {} if tenant is None else {tenant: known.get(tenant, TenantUsage())}
         return tenant_series(shown) if shown else []

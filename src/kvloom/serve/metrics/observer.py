@@ -59,7 +59,8 @@ class RequestObserver:
         self, id_: str, endpoint: str, messages: list[Add], started: float, headers: Mapping[str, str]
     ) -> RequestRecord:
         """Create and return the record of a request. Call this method when the prompts are sent to the engine.
-        `started` is the arrival of the request on the monotonic clock.
+        `started` is the time at which the request arrived, on the monotonic clock. `headers` may contain the client's
+        trace.
         """
         first = messages[0]
         record = RequestRecord(
@@ -94,7 +95,7 @@ class RequestObserver:
                 one.record.prompts[progress.id] = progress.prompt_tokens
 
     def record_tokens(self, delta: Delta) -> None:
-        """Store output tokens for the recording. Only the first answer of a request is recorded."""
+        """Store output tokens for the recording. Only the first answer to each prompt is recorded."""
         one = self._open.get(delta.id)
         if one is not None and one.messages and delta.index == 0:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)

@@ -4,8 +4,8 @@
                                  ├ load host ┤
 
 Spans are built from a request's record when it finishes, without additional measurements. They contain names and
-numbers, never text, keys or token ids. If the client sends a W3C `traceparent`, the trace continues it. This module
-needs the extra `otel`.
+numbers, never text, keys or token ids. If the client sends the W3C header `traceparent`, the spans belong to the
+client's trace. This module needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ class Traces:
 
 
 def traces_url(url: str) -> str:
-    """Return the URL for traces, which is the receiver's address with the default path. Raises ValueError for an
-    invalid URL."""
+    """Return the URL to which traces are sent. If `url` has no path, the default path /v1/traces is added. Raises
+    ValueError for an invalid URL.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(

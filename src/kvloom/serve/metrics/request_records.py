@@ -130,8 +130,8 @@ class RequestRecord:
         return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
     def to_dict(self, operator: bool) -> dict[str, Any]:
-        """Return the record as plain data for JSON. Only an `operator` sees that another tenant has the missing
-        prefix.
+        """Return the record as plain data for JSON. With `operator` (a caller that may see all tenants), the miss
+        reason may state that another tenant has the missing prefix.
         """
         progress = self.largest_miss
         stopped = None
@@ -203,8 +203,8 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the
-    miss.
+    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the miss.
+    Only with `operator`, the reason may be that another tenant has the pages.
     """
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
     at, found = progress.miss_position, progress.cached_tokens

@@ -11,9 +11,9 @@ MIN_SPREAD = 1e-6
 class SavedTime:
     """Sums the prefill time that cached tokens have saved, in `seconds`.
 
-    A request saves cached tokens * measured seconds per computed token - its load time. The seconds per token are the
-    slope of a line fitted to the prefill times of recent requests. Nothing is counted until two different prompt
-    lengths were measured.
+    The saved time of a request is the number of its cached tokens * the seconds per computed token, minus its load
+    time. The seconds per token are the slope of a line that is fitted to the prefill times of recent requests. Nothing
+    is counted until two requests have computed different numbers of tokens.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """Constants of a running engine: slab bytes, block tokens, and the share of padding per kind of layer."""
+    """Constants of a running engine: bytes per slab, tokens per block, and the share of padding in pages by kind of
+    layer.
+    """
 
     slab_bytes: int = 0
     block_tokens: int = 0
@@ -289,7 +291,9 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
 
 
 def _slo_series(stats: EngineStats) -> list[Series]:
-    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
+    """Return the series of requests with an objective: counts of admitted, deferred and refused requests, and actual
+    times divided by predicted times.
+    """
     admitted, deferred, refused = (stats.slo.get(verdict, 0) for verdict in ("admit", "defer", "refuse"))
     ttft, tbt = (age_histogram(one, RATIOS) for one in (stats.slo_ttft_ratio, stats.slo_tbt_ratio))
     return [

@@ -5,9 +5,9 @@ A file is JSON lines, gzipped if its name ends in .gz:
     {"kvloom": "traffic", "version": 1, "block_tokens": 64, "model": "llama", "bytes_per_token": 131072}
     {"at": 0.25, "prompt": 1000, "output": 128, "names": "9f3c…", "tenant": "4be1", "session": "77a0", "ending": "stop"}
 
-`names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Hashes,
-tenants and sessions are hashed with a random key that is never written. Equal values stay equal, and a guessed text
-cannot be confirmed.
+`names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Block hashes,
+tenants and sessions are hashed again with a random key before they are written. The key is never written, so a guessed
+text cannot be confirmed. Equal values have equal hashes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ID_BYTES = 6
 class Recorder:
     """Writes one line per finished request. Not thread-safe.
 
-    A request costs one hash of its tokens. Lines are in the file after `flush`. An existing file with content is
+    For each request, its tokens are hashed once. Lines are in the file after `flush`. An existing file with content is
     refused, because the hashes of two recordings have different keys. If there were no requests, `close` deletes the
     file.
     """

@@ -14,8 +14,8 @@
     stats.py              the engine's counters as one message
     cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
 
-The last seven run in the engine process. Names are imported on first use, because the API process does not load
-torch.
+The files from engine_process.py on run in the engine process. Names are imported on first use, because the API process
+must not load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""AdapterLoads: loads and unloads LoRA adapters while the engine runs. A thread reads the files, and steps do not wait."""
+"""AdapterLoads: loads and unloads LoRA adapters while the engine runs. A thread reads the files, so that steps do not
+wait.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def adapter_infos(engine: Engine) -> list[AdapterInfo]:
 
 
 class AdapterLoads:
-    """The adapters that are being loaded into one engine, in the order of their messages. One thread calls it."""
+    """Loads and unloads the adapters of one engine, in the order of the messages. Not thread-safe."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -54,7 +56,9 @@ class AdapterLoads:
         self._pending.append((message, read))
 
     def take(self) -> list[AdapterAnswer]:
-        """Add or remove the adapters whose files are read, and return an answer for each message. Does not wait."""
+        """Process the queued messages in order, up to the first adapter whose files are still being read. Return one
+        answer for each processed message. Does not wait.
+        """
         answers = []
         while self._pending and (self._pending[0][1] is None or self._pending[0][1].done()):
             message, read = self._pending.pop(0)

@@ -1,4 +1,4 @@
-"""Runs the encoder of an encode worker in the engine process, and reports its counters. It accepts no requests."""
+"""Encodes images for other workers, in the engine process, and reports counters. Accepts no requests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STATS_SECONDS = 0.25
 
 
 class EncodeWorker:
-    """Encodes the images that other workers write to its host memory. One thread calls it. It has the methods of
-    `Worker` that the engine process uses.
+    """Encodes the images that other workers write to its host memory. Has the methods of `Worker` that the engine
+    process calls. Not thread-safe.
     """
 
     is_preparing = True
-    """Images arrive in host memory without a message, so the engine process polls."""
+    """Always True, so that the engine process polls. Images arrive in host memory without a message."""
     needs_polling = True
 
     def __init__(self, encoder: Encoder) -> None:
@@ -79,7 +79,7 @@ class EncodeWorker:
 
 
 def load_encode_worker(start: Start) -> tuple[EncodeWorker, Ready]:
-    """Load the image part of a model. Return the encode worker, and the message that it is ready."""
+    """Load the image part of a model. Return the encode worker and its Ready message."""
     began = time.monotonic()
     tenants = [Tenant(one.name, one.quota, one.weight, one.firm) for one in start.tenants]
     config = engine_config(**start.settings, tenants=tenants)

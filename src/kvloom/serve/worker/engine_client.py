@@ -64,7 +64,8 @@ SOCKET_BYTES = 1 << 20
 STDERR = 2
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment of the engine process, which must be set before torch is loaded. Idle OpenMP threads sleep instead of
-spinning, because spinning threads would take cores from this process."""
+spinning, because spinning threads would take cores from the API process.
+"""
 
 
 class StartError(Exception):
@@ -171,7 +172,7 @@ class EngineClient:
 
     @property
     def role(self) -> Role:
-        """The role of the worker. A restarted engine keeps it."""
+        """The role of the worker. A restarted engine keeps the role."""
         return cast(Role, self.start.settings.get("role", "both"))
 
     def set_role(self, role: Role) -> None:
@@ -192,8 +193,9 @@ class EngineClient:
         self._send(SetRole(role))
 
     async def snapshot(self, seconds: float) -> bytes:
-        """Return a snapshot of the cache as JSON. Raises ApiError without an engine, and TimeoutError after
-        `seconds`."""
+        """Return a snapshot of the cache as JSON. Raises ApiError if no engine is ready, and TimeoutError after
+        `seconds`.
+        """
         self.require_ready()
         if self.role == "encode":
             raise bad_request("an encode worker has no page pool: its counters are at /metrics")
@@ -203,10 +205,10 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def resize_pool(self, pool_bytes: int, seconds: float | None) -> PoolState:
-        """Grow or shrink an elastic pool. Return its size. The pool may reach the target later, when requests have
-        finished.
+        """Grow or shrink an elastic pool to `pool_bytes`. Return its current size and target size. The pool may reach
+        the target later, when requests have finished.
 
-        Raises ApiError without an engine, and TimeoutError after `seconds`. If `seconds` is None, waits until the
+        Raises ApiError if no engine is ready, and TimeoutError after `seconds`. If `seconds` is None, waits until the
         engine answers or dies.
         """
         self.require_ready()
@@ -217,10 +219,11 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def change_adapter(self, name: str, path: str | None, replace: bool, seconds: float) -> str:
-        """Load a LoRA adapter, or unload it if `path` is None. Return the engine's error, or "" on success. A restarted
-        engine has the same adapters.
+        """Load a LoRA adapter from the folder `path`. If `path` is None, unload the adapter. Return the engine's error,
+        or "" on success. A restarted engine has the same adapters.
 
-        Raises ApiError without an engine, and TimeoutError after `seconds`."""
+        Raises ApiError if no engine is ready, and TimeoutError after `seconds`.
+        """
         self.require_ready()
         self._adapter_changes += 1
         number = self._adapter_changes
@@ -232,7 +235,9 @@ class EngineClient:
             self._adapter_waiters.pop(number, None)
 
     def _record_adapters(self, answer: AdapterAnswer) -> None:
-        """Record the adapters of the engine. A restarted engine loads them again."""
+        """Store the adapters of the engine, so that a restarted engine loads them again. Passes the result to the
+        waiting `change_adapter`.
+        """
         assert self.info is not None
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
         settings = {
@@ -253,7 +258,7 @@ class EngineClient:
             self._writer.close()
 
     def fail_all(self, error: ApiError) -> None:
-        """End every open stream and snapshot request with an error."""
+        """End every open stream with an error, and every wait for a snapshot, a pool resize or an adapter change."""
         for stream in {id(one): one for one in self._streams.values()}.values():
             stream.pending.clear()
             stream.fail(error)

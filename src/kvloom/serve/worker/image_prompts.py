@@ -28,8 +28,9 @@ class ImagesBusyError(ValueError):
 
 
 class ImagePrompts:
-    """Prepares requests with images in a thread. `model` is the folder of the processor. `processor` replaces that
-    processor."""
+    """Prepares requests with images in a thread. The processor is loaded from the folder `model`, unless `processor` is
+    given.
+    """
 
     def __init__(self, model: str, vision: Vision, processor: Any = None) -> None:
         self._model, self._vision, self._processor = model, vision, processor

@@ -61,8 +61,9 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None means no quota) and its share of the pool. See
-    `core.Tenant`. `slo_ttft` and `slo_tbt` are its objectives in milliseconds."""
+    """A tenant: its name, and its quota of pool bytes (None means no quota). `weight` and `firm` set its share of the
+    pool, see `core.Tenant`. `slo_ttft` and `slo_tbt` are the default objective of its requests in milliseconds.
+    """
 
     name: str
     quota: int | None = None
@@ -116,8 +117,10 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are evicted
-    later than other tokens. Tokens with a negative priority are evicted earlier."""
+    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
+    later than other tokens, tokens with a negative priority earlier. Without `stop` the range has no end. Without `ttl`
+    the priority does not expire.
+    """
 
     start: int = 0
     stop: int | None = None
@@ -130,12 +133,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     - `stream`: if true, each step with new tokens sends a delta per answer. If false, each returned answer is sent as
       one delta when all answers have finished.
+    - `store`, `read`: whether the request adds pages to the cache, and whether it uses cached pages.
     - `salt`: only requests with the same salt share pages.
     - `ends_session`: this is the last request of a session.
     - `lossy`: the request accepts pages that a tier re-encoded.
     - `retain`: priorities of token ranges.
-    - `image_prompt`: if set, is used instead of `prompt`.
-    - `offers_pages`, `awaits_peer`: control the hand-over of pages between workers, see `Engine.add`.
+    - `image_prompt`: if set, the prompt is made from it, and `prompt` is not used.
+    - `offers_pages`: offload the pages of each computed chunk at once, so that another worker can load them.
+    - `awaits_peer`: address (host:port) of the worker that computes the prompt. The request waits for its pages.
     """
 
     id: int
@@ -197,8 +202,8 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
     """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
     `number`.
 
-    `share_bytes` is a size that the pool can always reach. If a request needs this size, it waits until the pool
-    has grown.
+    `share_bytes` is a size that the pool can always reach. A request that fits only into a pool of this size waits
+    until the pool has grown.
     """
 
     pool_bytes: int
@@ -213,8 +218,9 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load a LoRA adapter. With `replace`, another version under the same name is replaced. The engine answers with an
-    AdapterAnswer that has the same `number`."""
+    """Load a LoRA adapter. With `replace`, it replaces a loaded adapter of the same name. The engine answers with an
+    AdapterAnswer that has the same `number`.
+    """
 
     name: str
     path: str
@@ -223,15 +229,17 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Forget a LoRA adapter. The engine answers with an AdapterAnswer that has the same `number`."""
+    """Unload a LoRA adapter. The engine answers with an AdapterAnswer that has the same `number`."""
 
     name: str
     number: int = 0
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. An activated LoRA has
-    `invocation_tokens`. `requests` counts its requests. `is_resident` states that it has a slot on the device."""
+    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. An activated LoRA applies
+    from the last occurrence of its `invocation_tokens`. Other adapters have no such tokens. `requests` counts its
+    requests. `is_resident` states that it has a slot on the device.
+    """
 
     name: str
     path: str
@@ -328,9 +336,10 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """The usage of one tenant. `used` is the number of pool bytes of all its pages, and `in_use` of the pages of its
-    running requests. Other fields count its tokens looked up and hit, its evicted entries, and its running and
-    waiting requests. The last field is its bytes in each tier with tenant shares."""
+    """The usage of one tenant. `used` is the number of pool bytes of all its pages. `in_use` is the number of pool
+    bytes of the pages of its running requests. Other fields count its tokens looked up and hit, its evicted entries,
+    and its running and waiting requests. `tiers` is the number of its bytes in each tier that counts bytes by tenant.
+    """
 
     used: int = 0
     in_use: int = 0
@@ -343,10 +352,11 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tier: its objects and bytes, and its traffic.
+    """A tier: its objects and bytes, and its traffic. `reads` and `writes` count objects by outcome.
 
     `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
-    (being probed)."""
+    (being probed).
+    """
 
     name: str
     objects: int = 0
@@ -472,8 +482,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `tiers`: name, capacity and stored pages. `unavailable_tiers`: name and reason.
     - `pool_limits`: the smallest and largest size of an elastic pool.
     - `image_refusal`: the reason why the model accepts no images, or "".
-    - `hash_model`: the model's part of block hashes. `groups`: its layer groups on the text axis.
-    - `max_context`: the model's limit.
+    - `hash_model`: the model's part of block hashes. `groups`: its layer groups, without those of images and drafts.
+    - `max_context`: the largest number of tokens that the model allows in one request.
     - `peer_address`: the address at which other workers read its host memory, or None.
     - `token_budget`: the largest number of prompt tokens in a step.
     - `adapters`: the LoRA adapters. `adapter_slots`: how many of them run at the same time; 0 means that requests may

@@ -23,9 +23,11 @@ from .messages import EngineStats, PoolState
 __all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
 
 PERIOD = 0.05
-"""Seconds between two rounds. An engine that lacks pages sends its stats at the same interval."""
+"""Seconds between two rounds (calls of `balance`). An engine that lacks pages sends its stats at the same interval."""
 BUSY_SECONDS = 0.5
-"""A model is idle after this many seconds without a request. Stats of a busy engine arrive every 0.25 s."""
+"""A model is idle after this many seconds without a request. A busy engine sends stats every 0.25 s, so two messages
+fit into this time.
+"""
 ANSWER_SECONDS = 0.5
 """Longest time in seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round.
 """

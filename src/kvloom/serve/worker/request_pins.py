@@ -1,7 +1,8 @@
-"""RequestPins: prompts that stay in the pool after their request. The request sets the time (`cache.pin`).
+"""RequestPins: prompts that stay in the pool after their request has finished. The request sets the number of seconds
+(`cache.pin`).
 
-All pins together use at most a quarter of the pool. A pin ends with its time or its session, or when a request
-needs its pages.
+All pins together use at most a quarter of the pool. A pin ends when its time is over, when its session ends, or when a
+request needs its pages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class RequestPins:
         self._pins: deque[tuple[str | None, Pin]] = deque()
 
     def check(self, message: Add) -> str | None:
-        """Return the reason why a request cannot be pinned, or None if it can."""
+        """Return the reason why the prompt of a request cannot be pinned. Return None if it can, or if the request sets
+        no pin.
+        """
         if message.pin is None:
             return None
         needed, used = self._bytes(len(message.prompt)), self._pinned_bytes()
@@ -40,8 +43,10 @@ class RequestPins:
         )
 
     def add(self, message: Add, control: CacheControl, activation: Media | None = None) -> None:
-        """Pin the cached prefix of a finished request's prompt. Does nothing if the prompt is not
-        cached, without `message.pin`, or if pins would exceed their limit."""
+        """Pin the cached prefix of a finished request's prompt. Does nothing if the prompt is not cached, if
+        `message.pin` is None, or if pins would exceed their limit. `activation` is the mark of an activated LoRA in the
+        prompt, or None.
+        """
         if message.pin is not None and self.check(message) is None:
             media = () if activation is None else (activation,)
             pin = self._engine.cache.pin(message.prompt, message.pin, control, media)

@@ -16,8 +16,8 @@ __all__ = ["ResponseStream"]
 
 
 class ResponseStream:
-    """Collects the deltas of one HTTP request, with `n` answers to each of the prompts `ids`. One task calls
-    `take`. The engine client calls the other methods.
+    """Collects the deltas of one HTTP request, which has `n` answers to each prompt in `ids`. Only one task may call
+    `take`.
 
     `pending` are the prompts that have not finished.
     """

@@ -88,7 +88,9 @@ def engine_stats(
 
 
 def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
-    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
+    """Return the counts of admitted, deferred and refused requests with an objective, the actual times divided by the
+    predicted times, and the coefficients of step times.
+    """
     return {
         "slo": {verdict.value: count for verdict, count in admission.counts.items()},
         "slo_ttft_ratio": _counts(admission.ttft_ratio),
@@ -124,7 +126,7 @@ def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
 
 
 def _tenant_tier_bytes(offload: OffloadManager) -> dict[str, dict[str, int]]:
-    """Return the bytes of each tenant with a share, by tier."""
+    """Return the bytes of each tenant in each tier that counts bytes by tenant: tenant → tier → bytes."""
     stats = [offload.host.stats(), *(lane.stats() for lane in offload.transfers.queues)]
     found: dict[str, dict[str, int]] = {}
     for tier, one in zip(offload.tier_names, stats, strict=True):

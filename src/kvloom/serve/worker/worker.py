@@ -59,8 +59,8 @@ SHORT_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine. `sent_tokens` is the number of tokens already sent, by answer, or -1 if the answer has
-    finished. `first` is the time of the first token.
+    """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has the number of
+    tokens already sent for each answer, or -1 if the answer has finished. `first` is the time of the first token.
     """
 
     message: Add
@@ -80,15 +80,16 @@ class _TenantQuota:
 
 
 class _AwaitedImages(NamedTuple):
-    """A request that waits for encode workers, and the embeddings by the index of their image."""
+    """A request that waits for encode workers, and the requested embeddings, by the index of the image."""
 
     message: Add
     requested: dict[int, Future[torch.Tensor | None]]
 
 
 class Worker:
-    """Runs the requests of one engine. One thread calls it. Without `observe`, it sends neither stats nor progress.
-    Without `images`, it refuses requests with images.
+    """Runs the requests of one engine. Without `observe`, it sends neither stats nor progress. Without `images`, it
+    refuses requests with images. `share_bytes` is the size to which the pool can always grow, if models share memory.
+    Not thread-safe.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class Worker:
         return Outputs(deltas, rejected, stats, snapshot, progress, pool, adapters) if has_output else None
 
     def _poll_adapters(self) -> None:
-        """Add or remove the adapters whose files are read."""
+        """Add the adapters whose files have been read, and remove adapters. Collect the answers for the API process."""
         if self._adapters:
             self._adapter_answers += self._adapters.take()
             self._stats_changed = True
@@ -267,7 +268,9 @@ class Worker:
         return self._snapshot.json()
 
     def _take_pool_state(self) -> PoolState | None:
-        """Return the size of the pool if it has changed since the last call, or if it was requested."""
+        """Return the size of the pool if it has changed since the last call, or if a ResizePool message needs an
+        answer. Otherwise return None.
+        """
         size = self.engine.pool_size
         if size is None or not self._pool_changed:
             return None
@@ -602,8 +605,9 @@ def _progress(one: _OpenRequest) -> RequestProgress:
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold
-    pages limit it."""
+    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold pages
+    limit it. Cold pages are pages of a running request that do not fit into the pool.
+    """
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2

@@ -4,10 +4,10 @@
     tool_calls.py      one parser for each format of tool calls, and their registry
     reasoning.py       one parser for each format of reasoning, and their registry
     tool_choice.py     checks of tools; the grammar that forces a call
-    blocks.py          the same parts as blocks that open and close
+    blocks.py          Blocks: pieces grouped into blocks that open and close
     answer_parser.py   AnswerFormats: the formats of a model; AnswerParser: one answer
 
-A whole answer is parsed as one piece, so whole answers and streams have the same parts.
+The same parsers read streams and whole answers, so both have the same parts.
 """
 
 from __future__ import annotations

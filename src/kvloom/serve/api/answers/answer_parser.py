@@ -51,8 +51,8 @@ class AnswerParser:
 class AnswerFormats:
     """The formats in which the served model writes tool calls and reasoning.
 
-    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format
-    is a special token. Special tokens must then stay in the text.
+    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format is a
+    special token. The text of an answer must then keep special tokens.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -74,8 +74,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if the
-        answer has no reasoning. The structure then applies from the first token on.
+        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if no
+        structure is required, if the answer to `prompt` does not begin with reasoning, or for a client's own grammar.
+        The structure, if any, then applies from the first token on.
         """
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None

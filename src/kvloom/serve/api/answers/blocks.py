@@ -1,7 +1,7 @@
 """Groups the pieces of an answer into blocks. A block is reasoning, content or one tool call. It opens, grows and
 closes before the next block opens.
 
-The Responses API (items) and the Messages API (content blocks) describe answers this way.
+The Responses API returns such blocks as items, and the Messages API as content blocks.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ Reading = Generator[None, None, bool]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `text` is reasoning, content, or a part of the arguments of call `index`. The first
-    piece of a call contains its `id` and `name`."""
+    """A part of an answer. `text` is reasoning, content, or a part of the arguments of the tool call number `index`.
+    The first piece of a tool call contains its `id` and `name`.
+    """
 
     kind: Literal["reasoning", "content", "call"]
     text: str
@@ -52,7 +53,7 @@ class TextSource:
         self._space = ""  # whitespace that is dropped if a call follows
 
     def take(self) -> list[Piece]:
-        """Return the pieces since the last call. Adjacent pieces are merged if possible."""
+        """Return the pieces that were added since `take` was last called. Adjacent pieces are merged if possible."""
         merged: list[Piece] = []
         for piece in self._pieces:
             both = merged[-1].followed_by(piece) if merged else None
@@ -192,7 +193,7 @@ class _CallScanner:
     def __init__(self, name: str | None) -> None:
         self.name, self.is_done = name, False
         self.has_arguments = False
-        """Whether arguments follow a name, so that the object is a call."""
+        """Whether an object of arguments has begun after the name. The JSON object is then a call."""
         self._depth = 0 if name is None else 1
         self._in_string = self._escaped = False
         self._key: str | None = None if name is None else ARGUMENTS[0]
@@ -223,8 +224,8 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return the arguments that could not be returned while they arrived, because they came before the name or as
-        a JSON string. Return None if there are no such arguments.
+        """Return the arguments that `take_arguments` could not return, because they came before the name or as a JSON
+        string. Return None if there are no such arguments.
         """
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:

@@ -32,8 +32,8 @@ LITERAL_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryErro
 
 
 class ToolCallParser(ABC):
-    """Parses one answer. `markers` are texts that must stay in the answer, even if they are special tokens. `schemas`
-    are the JSON schemas of the functions' parameters, by name.
+    """Parses one answer. `markers` are the texts that mark tool calls. They must stay in the answer, even if they are
+    special tokens. `schemas` are the JSON schemas of the functions' parameters, by function name.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -264,8 +264,8 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """A JSON array of calls, in the form that `forced_grammar` enforces. Any other text is part of an incomplete call
-    and is dropped.
+    """Parses a JSON array of calls, in the form that `forced_grammar` enforces. Any other text is part of an incomplete
+    call and is dropped.
     """
 
     def parse(self, source: TextSource) -> Parsing:
@@ -312,8 +312,9 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
 
 
 def _xml_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument whose text has no quotes. If there is no schema, or if the text is not JSON, the
-    value is the text itself."""
+    """Return the value of an argument. Strings have no quotes in this format, so the value is the text itself if
+    `schema` allows a string or is missing. Otherwise the text is parsed as JSON. Text that is not JSON stays text.
+    """
     text = text.removeprefix("\n").removesuffix("\n")
     given = schema.get("type") if isinstance(schema, dict) else "string"
     types = given if isinstance(given, list) else [given]

@@ -29,7 +29,7 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 """The spaces that JSON may contain. If spaces were allowed anywhere, a small model might write only spaces."""
 
 STRICT = "answer: strict\n"
-"""The first line of a grammar for free text with strict calls."""
+"""The first line of a grammar for free text in which calls of strict functions follow their schemas."""
 MORE_CALLS = '(", " call)*'
 
 Tools = list[dict[str, Any]]
@@ -83,8 +83,9 @@ def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -
 
 
 def forced_grammar(functions: Tools, many: bool) -> str:
-    """Return the Lark rule `answer` for calls of the given functions. The answer has one call, or several with
-    `many`."""
+    """Return the Lark rule `answer` for calls of the given functions. The answer has one call. With `many`, it may have
+    several calls.
+    """
     return f'answer: "[" call {MORE_CALLS if many else ""} "]"\n' + call_rules(functions)
 
 
