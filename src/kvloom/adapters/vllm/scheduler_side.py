@@ -185,8 +185,8 @@ class SchedulerSide:
         state.stored = stop
 
     def _store_states(self, output: SchedulerOutput, step: Step) -> None:
-        """Add the states that this step writes at the ends of blocks. vLLM names their blocks, and reuses such a block
-        in a later step.
+        """Add the states that this step writes at the ends of blocks to the stores of `step`. vLLM lists their blocks
+        in `output`. Later steps overwrite such a block.
         """
         if output.kv_connector_block_state is None:
             return
