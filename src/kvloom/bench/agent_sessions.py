@@ -1,4 +1,4 @@
-"""The load of `kvloom bench routing`: sessions of coding agents, as data that a seed determines.
+"""The load of `kvloom bench routing`: random sessions of coding agents. The same seed gives the same sessions.
 
     tools + system prompt ── project ── task ─┬─ turn ─┬─ turn ── turn ── turn …       a session
     (all sessions share it) (some share it)   │        ├─ branch ── turn               a branch: shares all so far

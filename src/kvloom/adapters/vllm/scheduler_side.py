@@ -52,7 +52,9 @@ class _State:
 
 
 class SchedulerSide:
-    """Plans loads and stores. `workers` is the number of workers that answer each lookup."""
+    """Plans loads if `loads` is True, and stores if `stores` is True. `workers` is the number of workers that answer
+    each lookup.
+    """
 
     def __init__(
         self,

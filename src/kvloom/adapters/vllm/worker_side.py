@@ -78,7 +78,7 @@ class _LookupJob:
 
 
 class WorkerSide:
-    """Runs the steps of one worker."""
+    """Runs the steps of one worker. With `events`, it also records which pages the tiers store and remove."""
 
     def __init__(
         self,
