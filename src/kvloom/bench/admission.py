@@ -2,10 +2,10 @@
 neither.
 
 Goodput is the number of requests per second that meet their objectives. Each round first measures the capacity of the
-engine. Then exactly `--load` times as many requests arrive at random times, the same ones in each mode. They do not
-wait until earlier requests have finished. The modes run in turn, in another order in each round. The clock is the CPU
-time of this process, so that other processes have little effect. If there is no work, the clock jumps to the next
-arrival. With --trace, simulated workers replay a trace instead.
+engine in requests per second. Then requests arrive at random times, at `--load` times this rate, whether or not earlier
+requests have finished. All modes get the same requests. The modes run in turn, in another order in each round. The
+clock is the CPU time of this process, so that other processes have little effect. If there is no work, the clock jumps
+to the next arrival. With --trace, simulated workers replay a trace instead.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def drive(
 ) -> list[Served]:
     """Add requests when they arrive, and run steps until all have finished. Return the requests with their times.
 
-    `queue` is the largest number of waiting requests. Further requests are refused. Requests share pages only with
-    requests of the same `salt`.
+    With `objective`, SLO admission may refuse requests. `queue` is the largest number of waiting requests. Further
+    requests are refused. Requests share pages only with requests of the same `salt`.
     """
     from kvloom.engine import SamplingParams
 

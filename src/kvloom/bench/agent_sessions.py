@@ -1,4 +1,4 @@
-"""The load of `kvloom bench routing`: sessions of coding agents, as data that a seed determines.
+"""The load of `kvloom bench routing`: random sessions of coding agents. The same seed gives the same sessions.
 
     tools + system prompt ── project ── task ─┬─ turn ─┬─ turn ── turn ── turn …       a session
     (all sessions share it) (some share it)   │        ├─ branch ── turn               a branch: shares all so far
@@ -70,9 +70,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """Parameters of the load. `turns`, `tokens` and `idle` are medians. Sessions start at random times within
-    `seconds`. The share `fork_share` of the turns start branches or sub-agents. The share `edit_share` of the turns
-    are sent again with a different end."""
+    """Parameters of the load. `turns` (of a session), `tokens` (that a turn adds) and `idle` (seconds before a turn)
+    are medians. Sessions start at random times within `seconds`. No prompt has more than `longest` tokens. The share
+    `fork_share` of the turns start branches or sub-agents. The share `edit_share` of the turns are sent again with a
+    different end.
+    """
 
     sessions: int = 24
     projects: int = 6
@@ -111,7 +113,9 @@ class _Draw:
         return self._turns(self._system + project, count, 0.0, project)
 
     def _turns(self, prompt: str, count: int, idle: float, project: str | None) -> tuple[Turn, ...]:
-        """Return `count` turns that continue `prompt`. Only a session with a `project` starts branches."""
+        """Return at most `count` turns that continue `prompt`. The first turn starts after `idle` seconds. Turns start
+        branches only if `project` is given: it is None for the turns of a branch.
+        """
         load, found = self._load, list[Turn]()
         for number in range(count):
             more = self._words(self._around(load.tokens, TURN_SPREAD, LONGEST_TURN))
@@ -129,8 +133,9 @@ class _Draw:
         return tuple(found)
 
     def _branches(self, prompt: str, project: str) -> tuple[tuple[Turn, ...], ...]:
-        """Return two to four branches. In half of the cases they share the whole prompt. Otherwise they are
-        sub-agents with separate prompts."""
+        """Return two to four branches. With a probability of one half, all of them continue the whole prompt. Otherwise
+        they are sub-agents, whose prompts begin with the tools of sub-agents and the project.
+        """
         rng = self._rng
         begin = prompt if rng.random() < 0.5 else self._sub_agents + project
         return tuple(
@@ -155,8 +160,9 @@ def _tokens(prompt: str) -> int:
 
 
 def shared_tokens(prompts: Iterable[str]) -> tuple[int, int]:
-    """Return how many words of the prompts an unlimited cache hits, and the number of all words. The hit of a
-    prompt is the longest prefix that an earlier prompt has, without the last word."""
+    """Return how many words of the prompts an unlimited cache hits, and the number of all words. The hit of a prompt is
+    its longest prefix that an earlier prompt also has. The last word is never a hit.
+    """
     root: dict[str, dict] = {}  # type: ignore[type-arg]
     hits = total = 0
     for prompt in prompts:

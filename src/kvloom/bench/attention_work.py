@@ -282,8 +282,8 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield the report lines for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed
-    about as much as bytes do.
+    """Yield the report lines for decode over MLA latents. The queries are already projected to the size of a latent.
+    Many heads read the same few bytes, so FLOPs limit the speed about as much as bytes do.
     """
     from kvloom.kernels.attention import DecodePlan, Shape
 

@@ -1,11 +1,10 @@
 """`kvloom bench disaggregation`: prefill and decode workers against the same number of workers that do both.
 
-interference   time between the tokens of streams while long prompts arrive, and the time to first token of the
-prompts.
-               A router sends the same load first to workers that do both, then to prefill and decode workers
-hand-over      how much later the decode worker answers than the prefill worker, divided by the time of the prefill.
-Both
-               workers get the prompt at the same time and have no other work
+interference   time between the tokens of short streams while long prompts arrive, and the time to first token of
+               these prompts. A router sends the same load first to workers that do both, then to prefill and
+               decode workers
+hand-over      how much later the decode worker answers than the prefill worker, divided by the time of the
+               prefill. Both workers get the prompt at the same time and have no other work
 
 All workers are `kvloom serve` processes on loopback, with one thread each. With `--pin`, every worker has a
 separate core, if there are enough cores.

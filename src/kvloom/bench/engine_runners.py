@@ -58,10 +58,11 @@ class Options:
 
 @dataclass(slots=True)
 class Measurement:
-    """Seconds from the first submission to the last token, the answers, and figures by name.
+    """The result of one run of a workload: the seconds from the first submission to the last token, the answers, and
+    other figures by name.
 
-    On a CPU, a measurement also has the CPU seconds of all threads and processes. Copies to tiers that run after the
-    last token do not count. Their time is the figure `drained_s`.
+    On a CPU, `processor` has the CPU seconds of all threads and processes. Copies to tiers that run after the last
+    token do not count. Their time is the figure `drained_s`.
     """
 
     seconds: float

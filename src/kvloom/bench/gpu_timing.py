@@ -16,8 +16,9 @@ READ_RATE = 4.55e12
 COPY_RATE = 4.19e12
 FLOP_RATE = 770e12
 LINK_RATE = 55e9
-"""The four constants above are measured rates of an H200: memory reads, memory copies, bf16 matrix products, and one
-direction of the host link."""
+"""The four constants are measured rates of an H200, in bytes or FLOPs per second: memory reads, memory copies, bf16
+matrix products, and one direction of the host link.
+"""
 
 
 @dataclass
@@ -72,8 +73,8 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Return the microseconds of each call. The calls alternate. Each of `rounds` rounds gives the median of several
-    times, and the smallest median is returned.
+    """Return the microseconds of each call. The calls alternate. In each of `rounds` rounds, each call runs `times`
+    times, and the median counts. The smallest median of all rounds is returned.
     """
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)

@@ -193,8 +193,8 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 class _MultiProcess:
-    """LMCache's multi-process server, which stores blocks of a KV cache, 32 MiB per request. LMCache's worker in an
-    engine without a GPU makes the same calls.
+    """LMCache's multi-process server, which stores blocks of a KV cache. A request has 32 MiB. The calls are those that
+    LMCache's worker makes in an engine without a GPU.
 
     Blocks are looked up before they are retrieved. The lookup is timed as part of the store, because it shows when the
     store has ended. `mode` selects the process that copies: the server, which maps the cache, or the worker, which

@@ -50,7 +50,10 @@ PIECE, PIECES = 1 << 12, 16
 """Number of bytes of one read (two pages), and number of concurrent reads. The prompt then needs as many reads as a
 prompt of 16,384 tokens of an 8B model.
 """
-BASE, GROWTH = 0.012, 0.45  # seconds of a step's base; how much longer the second half of a prompt takes
+BASE, GROWTH = 0.012, 0.45
+"""BASE is a fixed time of each step, in seconds. The time per token grows over a prompt: from its first to its last
+token by GROWTH times the mean.
+"""
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 

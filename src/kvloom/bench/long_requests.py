@@ -1,5 +1,6 @@
-"""Cost of cold pages. The same request runs in a pool that is large enough for it, and in a quarter of that pool
-with a host tier."""
+"""Cost of cold pages: pages of a running request that stay in host memory, because the request is longer than the pool.
+The same request runs in a pool that is large enough for it, and in a quarter of that pool. Both have a host tier.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ OUTPUT = 32
 
 
 def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Return the median seconds to the first token and per further token in both pools, and whether the tokens are
-    the same."""
+    """Return the median seconds to the first token and per further token in both pools, and whether the outputs in both
+    pools have the same tokens.
+    """
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout

@@ -56,8 +56,9 @@ PARTS = ("ttft", "workloads", "hits", "layers", "long", "offload-cost", "load-or
 RENAMED = {"keep": "offload-cost", "race": "load-or-recompute"}
 """Former names of parts, accepted for one version."""
 MIN_CONVERSATIONS = 32
-"""Smallest number of conversations in the part "hits". With this number, the pages of a tenth of the conversations fit
-into the small pool."""
+"""Smallest number of conversations in the part "hits". With this number, a tenth of the large pool has pages for more
+than two conversations.
+"""
 
 
 def _parser() -> Parser:

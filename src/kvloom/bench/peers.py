@@ -81,7 +81,8 @@ def vllm_life(
     vLLM's own code groups the layers of these layouts:
 
     - `full`: 32 layers of full attention, one group.
-    - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups cache only a prompt's last window. With `evicting`, many blocks of the pool are therefore free.
+    - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups cache only a prompt's last
+      window. With `evicting`, many blocks of the pool are therefore free.
     - `qwen3next`: 36 layers with a state and 12 full layers, four groups. vLLM has one page size for all groups, so
       blocks cannot have 16 tokens. They have the smallest multiple of `block` that fits a state (544). A prefill
       step ends where a state is stored. Hits end on multiples of 544.
@@ -98,7 +99,7 @@ def vllm_life(
             cached_before = len(table)
             peer.live(draw(tokens))
     else:
-        # one token more, so that the last boundary before its end is the end of the prefix
+        # one token more than the prefix, so that the prompt's last block boundary is the end of the prefix
         peer.live(prefix + draw(1))
     return _timed_lives(peer, [prefix + draw(tokens - cached) for _ in range(repeats + WARM_UP)])
 

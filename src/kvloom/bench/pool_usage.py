@@ -55,9 +55,9 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block
-    tables). A slot is wasted if the next query of no sequence can read it. `table` is the block table of a layer
-    group ([all row numbers, blocks]).
+    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block tables). A
+    slot is wasted if no sequence can read it with its next query. `table` is the block table of a layer group ([all row
+    numbers, blocks]).
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)

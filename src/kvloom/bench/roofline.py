@@ -6,6 +6,7 @@ whichever is longer. The bound is the sum over operations. A pass is one forward
     experts    the experts that the pass's tokens choose (expected)     their weights            2 per weight and choice
     head       logits of one position per request                       its weights              2 per weight and position
     attend     query-key pairs that each layer's visibility allows      K and V read             4 per head, dimension and pair
+    state      recurrent states of all sequences                        states, read and written 0
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
 computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,
@@ -35,7 +36,7 @@ FLOP_RATE = 770e12
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute.
+    """One pass of the model over `rows` sequences. Each has `cached` cached tokens, and `new` tokens to compute.
 
     The sequences form `prefixes` groups. Sequences of one group share their first `shared` cached tokens.
     """

@@ -315,7 +315,7 @@ class _Client:
 
 
 def _one_pool(prompts: Sequence[str], blocks: int) -> float:
-    """Return the hit rate of a single LRU cache with `blocks` blocks. Answers are left out."""
+    """Return the hit rate of `prompts` in a single LRU cache with `blocks` blocks. Answers do not enter this cache."""
     rows = [
         hash_chain(bytes(HASH_BYTES), token_bytes([ord(word[0]) for word in prompt.split()]))
         for prompt in prompts

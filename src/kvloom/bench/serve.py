@@ -88,7 +88,10 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams. `arrivals` has the time of each first token, in seconds since the start of the load."""
+    """Results of all streams, with times in seconds. `pieces` counts the messages of all streams. `first` has the times
+    to first token, and `between` the times between later messages. `arrivals` has the time of each first token since
+    the start of the load. `memory` has samples in MiB.
+    """
 
     requests: int = 0
     pieces: int = 0

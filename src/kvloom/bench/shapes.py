@@ -26,9 +26,10 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model shape. `config` defaults to the config of the same name in the package.
+    """A model shape. Without `config`, the package's config with the name of the shape is used.
 
-    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` is the name of an embedded model."""
+    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` is the name of an embedded model.
+    """
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)

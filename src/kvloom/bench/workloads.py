@@ -84,8 +84,9 @@ class Workload:
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
-        """Return the workload with requests, prefixes and lengths multiplied by `scale`, with minimums. The number
-        of turns does not change."""
+        """Return the workload with requests, prefixes and lengths multiplied by `scale`. Each number stays at least 2
+        or 4, unless it was smaller before. The number of turns does not change.
+        """
         if not 0 < scale <= 1:
             raise ValueError(f"scale {scale} must be above 0 and at most 1")
 

@@ -35,8 +35,8 @@ def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
     """Return, for each request, the number of blocks from its start that are hits if MIN evicts from a cache of
     `capacity` blocks. Also return the number of evicted blocks.
 
-    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the
-    same next use are evicted together, deepest first. The cost is O(log n) for each such group of blocks.
+    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the same
+    next use form one queue entry. The last blocks of an entry are evicted first. The cost is O(log n) per entry.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)
@@ -73,7 +73,7 @@ def _leading(inside: npt.NDArray[np.bool_], blocks: Blocks) -> int:
 
 
 def _next_uses(rows: list[Blocks]) -> list[npt.NDArray[np.int64]]:
-    """Return, for each block of each request, the index of the next request that contains the block."""
+    """Return, for each block of each request, the index of the next request that contains the block, or _NEVER."""
     lengths = [len(row) for row in rows]
     flat = np.concatenate(rows) if rows else np.empty(0, np.int32)
     owner = np.repeat(np.arange(len(rows)), lengths)

@@ -75,8 +75,9 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. `prefill_ms` and `decode_ms` are coefficients of polynomials in milliseconds,
-    highest power first.
+    """Times and limits of a worker. `prefill_ms` has the coefficients of a polynomial in the prompt tokens of a step,
+    and `decode_ms` those of a polynomial in the used share of the pool. Both polynomials give milliseconds. The
+    coefficient of the highest power is the first.
     """
 
     token_budget: int = 8192
@@ -142,8 +143,9 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. `computed`, `cached` and `output` count tokens of the trace. `ids` are the tokens that
-    stand for the prompt in the simulated cache.
+    """A request on a worker. Three fields count tokens of the trace: `cached` prompt tokens at the first start, prompt
+    tokens that are cached or `computed` so far, and `output` tokens so far. `ids` are the tokens that stand for the
+    prompt in the simulated cache.
     """
 
     number: int
@@ -353,8 +355,9 @@ class _Worker:
         self._step_seconds = self._end - self.time
 
     def _decode_alone(self, decoding: list[_Job], active: int, until: float) -> float:
-        """Run decode steps until a request ends, a block is full, or `until` is reached. Return the end of the last
-        step, which may still be in progress.
+        """Run steps without prompt tokens until a request ends, a block is full, or `until` is reached. `active` is the
+        number of tokens of the `decoding` requests. Return the end of the last step. All other steps are complete, and
+        the last step is in progress.
         """
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # after this many tokens the sequences need new blocks
@@ -459,8 +462,8 @@ class _Worker:
 
 
 class _Router:
-    """A router built from the real index and scorer, which simulated workers feed. Workers in `names` answer requests.
-    Workers in `prefill` compute prompts for them.
+    """A router built from the real index and scorer. Simulated workers report events and tokens to it. Workers in
+    `names` answer requests. Workers in `prefill` compute prompts for them.
     """
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
@@ -661,10 +664,13 @@ def replay_fleet(
     progress: Callable[[int], None] = lambda done: None,
 ) -> FleetOutcome:
     """Replay `traffic` over `workers` workers of `blocks` blocks each. `speed` divides the times between arrivals.
+    `route` is one of ROUTES. `options` are the router's scoring options.
 
     `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which only
-    decode. Each link transfers `link_tokens` tokens per second. `admission` selects how requests are refused (see
-    ADMISSIONS). Takes about 20 seconds for 12,000 requests. Raises ValueError for a prompt that exceeds a pool."""
+    decode. Each link transfers `link_tokens` tokens per second. `admission` selects which requests are refused (see
+    ADMISSIONS): with "slo" by `objective`, and with "queue" if `queue_limit` requests wait at the worker. Takes about
+    20 seconds for 12,000 requests. Raises ValueError if prompt and output of a request exceed a pool.
+    """
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")
     if admission not in ADMISSIONS:

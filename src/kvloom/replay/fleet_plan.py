@@ -110,9 +110,11 @@ def plan_fleet(
     windows: int = 4,
     progress: Callable[[str], None] = lambda text: None,
 ) -> FleetPlan:
-    """Find the smallest fleets of workers with `blocks` blocks each. Replays the trace about 20 times.
+    """Find the smallest fleets of at most `limit` workers with `blocks` blocks each. Replays the trace about 20 times.
+    If a fleet with roles meets the objective, also divides the time of the trace into `windows` parts, and finds the
+    best number of prefill workers for each part. `speed` and `link_tokens` are those of `replay_fleet`.
 
-    Raises ValueError without an objective, or for a trace with a prompt that exceeds a pool.
+    Raises ValueError without an objective, or if prompt and output of a request exceed a pool.
     """
     if not objective:
         raise ValueError("a plan needs objectives: give --slo-ttft and --slo-tbt")

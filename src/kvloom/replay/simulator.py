@@ -116,9 +116,11 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, each session is ended after its last request. In the simulated cache a block has 16 bytes, and
-    tenants' quotas count these bytes. If a request is longer than a cache, only its beginning is stored. Takes
-    about 4 seconds per million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
+    With `ended`, the cache is notified of the end of each session (`KVCache.end_session`), after the last request of
+    the session. In the simulated cache a block has 16 bytes, and tenants' quotas count these bytes. If a request is
+    longer than a cache, only its beginning is stored. Takes about 4 seconds per million blocks for requests of 24
+    blocks, or 8 to 9 with a learning policy.
+    """
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
@@ -220,7 +222,7 @@ class _Cache:
         step: float,
     ) -> None:
         """Serve one request `step` seconds after the previous request. `buffer` has the tokens of the request's
-        `blocks` blocks. The first `asked` of these blocks are looked up.
+        `blocks` blocks. The first `asked` of these blocks are looked up. `ending` is the finish reason.
         """
         self.clock.advance(step)
         cache, most = self.cache, self.blocks

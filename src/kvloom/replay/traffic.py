@@ -21,7 +21,7 @@ Blocks = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request. `blocks` are the block numbers of prompt and answer. The first `asked` of them belong to the prompt,
-    and only these are looked up.
+    and only these are looked up. `ending` is the finish reason.
     """
 
     at: float

@@ -12,8 +12,8 @@ __all__ = ["EngineVersion"]
 
 @dataclass(frozen=True)
 class EngineVersion:
-    """The version of an engine with which an adapter is tested. `packages` are the distributions that contain the
-    engine. Only as many numbers are compared as `tested` has: "0.32" covers 0.32.1.
+    """The version of an engine with which an adapter is tested. `packages` are the names under which pip may have
+    installed the engine. `check` compares only as many numbers as `tested` has: "0.32" also covers 0.32.1.
     """
 
     engine: str
@@ -50,7 +50,7 @@ class EngineVersion:
             )
 
     def installed(self) -> str | None:
-        """Return the version of the installed engine, or None."""
+        """Return the version of the installed engine, or None if it is not installed."""
         for package in self.packages:
             try:
                 return version(package)
@@ -59,7 +59,7 @@ class EngineVersion:
         return None
 
     def installed_minor(self) -> str:
-        """Return major and minor version of the installed engine."""
+        """Return the major and minor version of the installed engine, such as "0.32"."""
         return ".".join((self.installed() or "").split(".")[:2])
 
 

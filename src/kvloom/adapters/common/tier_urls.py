@@ -28,7 +28,7 @@ def tier_list(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a setting that is a number of at least 0. Raises ValueError for another value."""
+    """Return the setting `name`, or `default` if it is missing. Raises ValueError unless it is a number, 0 or larger."""
     value = settings.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ValueError(f"{name} {value!r} must be a number of at least 0")

@@ -26,7 +26,9 @@ __all__ = ["PageCounts", "WaitingPages"]
 
 Mask = npt.NDArray[np.bool_]
 Copy = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
-"""Copies pages between the engine and the arena: indexes of objects, and their offsets in the arena."""
+"""A function that copies pages between the engine and the arena, which is the memory of the host tier. Its arguments
+are indices of objects, and the offsets of these objects in the arena.
+"""
 
 POLL_SECONDS = 0.002
 BATCH_PART = 4
@@ -63,7 +65,8 @@ class WaitingPages:
 
     def load(self, objects: Objects, copy: Copy, deadline: float | None = None) -> Mask:
         """Load objects into host memory, and call `copy` for the objects that host memory then has. Returns, for each
-        object, whether it was copied. `deadline` replaces the longest time of a load.
+        object, whether it was copied. The load ends at `deadline` (a time of `time.monotonic`), or after the longest
+        time of a load if `deadline` is None.
         """
         if deadline is None:
             deadline = time.monotonic() + self._seconds
@@ -152,7 +155,8 @@ class WaitingPages:
                 self.tiers.manager.write_to_tiers(objects, used)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done()` returns True. Several threads may wait, so each of them also calls `is_done` every
-        POLL_SECONDS."""
+        """Wait until `is_done()` returns True. Several threads may wait, and a wake-up may reach only one of them.
+        Therefore each thread calls `is_done` at least every POLL_SECONDS.
+        """
         while not is_done():
             self.tiers.manager.wait(POLL_SECONDS)

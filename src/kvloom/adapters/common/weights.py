@@ -1,7 +1,7 @@
 """Digests that identify weight files. Pages that were computed with other weights are never loaded.
 
-A digest covers, of every weight file, its size, its first bytes and SAMPLES samples of its other bytes. A folder
-and a hub id with the same files have the same digest.
+A digest covers the name, the size, the first HEAD_BYTES bytes and SAMPLES further samples of every weight file. A
+folder and a hub id with the same files have the same digest.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def weights_digest(model: str, revision: str | None) -> str:
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """Return the local folder of a folder or hub id. An engine has already downloaded its files. Raises ValueError if
-    they are not found.
+    """Return `model` if it is a local path. Otherwise return the folder to which the engine has downloaded this hub id.
+    Raises ValueError if the downloaded files are not found.
     """
     if Path(model).exists():
         return Path(model)

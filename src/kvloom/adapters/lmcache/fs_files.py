@@ -33,11 +33,12 @@ class ImportedFiles:
     failed: int = 0
     """Files that could not be read or stored."""
     other_files: int = 0
+    """Files whose names contain no key of LMCache."""
 
 
 def import_files(folder: Path, params: Mapping[str, Any]) -> ImportedFiles:
     """Store the objects of all files in `folder`. `params` are the settings of KvloomL2Adapter. Does not change the
-    files. Raises ValueError for wrong settings, and NotADirectoryError without a folder.
+    files. Raises ValueError for wrong settings, and NotADirectoryError if `folder` is not a folder.
     """
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder: give the base_path of LMCache's fs adapter")

@@ -2,7 +2,7 @@
 
 LMCache's controllers submit tasks and poll event file descriptors. Threads run the tasks, so no call waits:
 
-    submit_store_task            one thread     copy into host memory, queues of the other tiers
+    submit_store_task            one thread     copy into host memory, queue writes to the other tiers
     submit_lookup_and_lock_task  one thread     lookup in all tiers
     submit_load_task             two threads    load into host memory, copy into LMCache's objects
 
@@ -97,9 +97,9 @@ class _Tasks:
 
 
 class KvloomL2Adapter(L2AdapterInterface):
-    """One L2 adapter over kvloom's tiers. `params` are its settings. If `others` is given, these open tiers are
-    used instead of the configured tiers. Raises ValueError for wrong settings, or if a required tier cannot be
-    opened. Thread-safe.
+    """One L2 adapter over kvloom's tiers. `params` are its settings. If `others` is given, these open tiers replace all
+    configured tiers except the host tier. Raises ValueError for wrong settings, or if a required tier cannot be opened.
+    Thread-safe.
     """
 
     def __init__(
@@ -173,8 +173,9 @@ class KvloomL2Adapter(L2AdapterInterface):
         """Do nothing, because lookups lock nothing."""
 
     def _lookup(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """Return which objects are stored. The size of an object comes from LMCache's layouts, or is a size that
-        was stored before."""
+        """Return which objects are stored. A lookup needs the size of an object. This method tries up to MAX_SIZES
+        sizes: the size in LMCache's layout, and sizes that objects of the same group had before.
+        """
         by_size: dict[int, list[int]] = defaultdict(list)
         for group, size in {(_group(key), _layout_bytes(layouts, key)) for key in keys}:
             if size:

@@ -20,7 +20,7 @@ def object_form(size: int) -> Form:
 
 
 def as_objects(keys: list[ObjectKey], size: int, namespace: str) -> Objects:
-    """Return a batch of objects of equal size."""
+    """Return a batch of objects of `size` bytes each. Their hashes cover `keys` and `namespace`."""
     return Objects([_hash(key, namespace) for key in keys], 0, object_form(size))
 
 

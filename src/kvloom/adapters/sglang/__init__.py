@@ -16,7 +16,7 @@ SGLang's threads call the storage, and wait for it:
 
     prefetch thread    batch_exists, batch_exists_v2    lookup in all tiers
     I/O thread         batch_get_v1, batch_get_v2       load into kvloom's host memory, copy into SGLang's host pool
-    backup thread      batch_set_v1, batch_set_v2       copy into kvloom's host memory, queues of the other tiers
+    backup thread      batch_set_v1, batch_set_v2       copy into kvloom's host memory, queue writes to the other tiers
 """
 
 from .version import VERSION

@@ -22,12 +22,12 @@ _ARGUMENTS = (
     "quantization_param_path",
     "json_model_override_args",
 )
-"""Arguments of SGLang's server that change keys and values."""
+"""Arguments of SGLang's server that change the K and V of a token."""
 
 
 def model_identity(served_name: str | None, model: str | None) -> str:
-    """Return a text that differs between models whose keys and values could differ. `model` replaces the model path of
-    SGLang's server. Reads some KiB of each weight file.
+    """Return a text that differs between models whose K and V could differ. `model` replaces the model path of SGLang's
+    server. Reads about 1 MiB of each weight file.
     """
     try:
         arguments: Any = get_server_args()
@@ -47,7 +47,9 @@ def model_identity(served_name: str | None, model: str | None) -> str:
 
 
 def _weights(path: str, revision: str | None) -> str:
-    """Return the config and a digest of the weights, or the path if there are no files."""
+    """Return the config and a digest of the weights, as one text. If weight files are missing, log a warning and return
+    the path instead.
+    """
     try:
         digest = weights_digest(path, revision)
         config = model_folder(path, revision) / "config.json"

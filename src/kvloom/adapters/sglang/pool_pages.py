@@ -1,4 +1,4 @@
-"""The bytes of pages in one of SGLang's host pools.
+"""The bytes of pages in one of SGLang's host pools. A pool gives access to its pages in one of three ways:
 
     parts   the pool states the addresses of a page's parts; the parts are copied one after the other
     flat    the pool returns and accepts a page as one tensor
@@ -46,7 +46,9 @@ class PoolPages:
         """The form of the pages. None if the pool has no bytes."""
 
     def read(self, indices: torch.Tensor, pages: Offsets, arena: npt.NDArray[np.uint8], at: Offsets) -> None:
-        """Copy pages of the pool to offsets of the arena. `indices` are the token slots of all pages."""
+        """Copy the pages with the numbers `pages` from the pool to the offsets `at` of the arena (kvloom's host
+        memory). `indices` are the token slots of all pages of the call, page by page.
+        """
         if self.is_flat:
             for index, offset in self._first_slots(indices, pages, at):
                 data = as_bytes(self.pool.get_data_page(index, flat=True))
@@ -56,7 +58,7 @@ class PoolPages:
             copy_pages(arena, ours, memory, pool, size)
 
     def write(self, indices: torch.Tensor, pages: Offsets, arena: npt.NDArray[np.uint8], at: Offsets) -> None:
-        """Copy pages from offsets of the arena to the pool."""
+        """Copy pages from the arena to the pool. The arguments are those of `read`."""
         if self.is_flat:
             for index, offset in self._first_slots(indices, pages, at):
                 page = self.pool.get_dummy_flat_data_page()
@@ -70,8 +72,9 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the copies of pages, grouped by the size of their parts. Each group has the offsets in the pool's
-        memory, the offsets in the arena, the pool's memory, and the size of a part in bytes."""
+        """Return one batch of copies for each size that parts of a page have. A batch has the offsets in the pool's
+        memory, the offsets in the arena, the pool's memory, and the size of a part in bytes.
+        """
         if not len(pages):
             return []
         slots = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages)].reshape(-1)

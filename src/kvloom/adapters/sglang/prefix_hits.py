@@ -21,8 +21,8 @@ def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) 
     """Return two results: for each prefix of 1 to `kv_pages` pages, whether every pool can restore it; and the
     longest prefix that each pool can restore, in pages.
 
-    A pool is given as a mask of its stored pages, and the number of last pages of a prefix that the pool needs.
-    None means that the pool needs all pages of the prefix.
+    Each pool is given as a pair: a mask of its stored pages, and how many pages at the end of a prefix it needs. None
+    means that the pool needs all pages of the prefix.
     """
     restorable, longest = np.ones(kv_pages, bool), []
     for stored, trailing in pools:

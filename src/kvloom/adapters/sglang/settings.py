@@ -22,14 +22,15 @@ class Settings:
     tiers: tuple[str, ...]
     """URLs of tiers, the fastest first. `{rank}` in a URL is replaced by the number of the process."""
     load_seconds: float = 5.0
-    """Longest time of a load of 128 pages, in seconds. Pages that arrive later are misses."""
+    """Longest time of one load, in seconds. SGLang loads 128 pages at once. Pages that arrive later are misses."""
     model: str | None = None
     """Folder or hub id of the weights. None means the model that SGLang serves."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], world_size: int = 1, is_replicated: bool = False) -> Settings:
-        """Return the settings of an extra config, which `world_size` processes use. If pages are replicated, only the
-        first process of a tensor-parallel group writes pages, and all processes read them. Opens no tier.
+        """Return the settings of an extra config, which `world_size` processes use. With `is_replicated`, only the
+        first process of a tensor-parallel group writes pages, and all processes read them. A shared tier is then
+        required. Opens no tier.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(extra) - {*known, *SGLANG_FIELDS}):

@@ -1,8 +1,8 @@
 """KvloomStorage: SGLang's interface for storage backends of HiCache.
 
-SGLang's keys are hashes of the tokens before a page, with the request's salt and LoRA adapter. Here every key also
-contains the model, and the form of a page contains dtype, layout and parallel rank. No method raises because of a
-tier. A fault is a miss, which is counted and logged.
+SGLang's key of a page is a hash of all tokens up to the end of the page, the request's salt and the LoRA adapter. The
+backend adds the model to every key. The form of a page contains dtype, layout and parallel rank. If a tier fails, no
+method raises: the pages are misses, and the fault is counted and logged.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ KV = str(PoolName.KV)
 
 
 class KvloomStorage(HiCacheStorage):
-    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in `kwargs`.
-    If `others` is given, these open tiers are used instead of the configured tiers. Raises ValueError for wrong
+    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in `kwargs`. If
+    `others` is given, these open tiers replace all configured tiers except the host tier. Raises ValueError for wrong
     settings. Thread-safe.
     """
 
@@ -128,7 +128,7 @@ class KvloomStorage(HiCacheStorage):
     # --- lookups
 
     def exists(self, key: str) -> bool:
-        """Whether `get` would probably find the key."""
+        """Return whether host memory or a tier has the page of a key. The page may still be evicted before `get`."""
         return self._values is not None and bool(self._lookup([self._values], [key])[0].all())
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
@@ -141,7 +141,9 @@ class KvloomStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the lengths in pages of the prefixes whose required pages are stored for every pool."""
+        """Return the lengths, in pages, of all prefixes that can be loaded. For such a prefix, every pool has stored
+        the pages that it needs. Also return the longest prefix that each pool alone could load.
+        """
         # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         masks = self._stored([KV, *(str(t.name) for t in gates)], keys)
@@ -284,8 +286,8 @@ class KvloomStorage(HiCacheStorage):
     def clear(self) -> bool:
         """Make all stored pages misses for this process. Tiers evict them later.
 
-        Workers that share replicated pages cannot agree on new keys. In this case, nothing is stored or loaded until
-        SGLang starts again.
+        With MLA and several tensor-parallel workers, the workers share their pages and cannot agree on new keys. In
+        this case, nothing is stored or loaded until SGLang starts again.
         """
         if self._config.is_mla_model and self._config.tp_size > 1:
             self._is_cleared = True

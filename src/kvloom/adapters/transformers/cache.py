@@ -6,7 +6,7 @@
       close      publish full blocks and checkpoints; pages stay cached
 
 The tokens of a forward are committed when the next forward begins. Until then `crop` can discard them without a
-rollback. While the model runs, recurrent states are in transformers' layers. Between forwards they are in pages.
+rollback. While the model runs, recurrent states are in transformers' layers. A commit copies them to pages.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """The tokens of one forward: `tokens` of each sequence, from position `start` on. `pages` has the block tables
-    of the step, by layer group and run (one of the pages that a block owns in the group).
+    """The tokens of one forward: `tokens` of each sequence, from position `start` on. `pages` has the results of
+    `_page_ids`, by the `group` and `run` of a LayerView.
     """
 
     start: int
@@ -101,7 +101,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         self._padding: list[int] = []
         self._prompt_length = 0
         self._pending = 0  # number of tokens at the end of each sequence that are computed but not committed
-        self._states_are_stale = False  # pages have newer states than the layers
+        self._states_are_stale = False  # the layers must load their states from pages
         self._step: _Step | None = None
         self._lock = Lock()  # held while sequences are open
         self._hooks = [
@@ -306,8 +306,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 self._model(**inputs)
 
     def _compute_to_checkpoints(self, prompts: torch.Tensor) -> None:
-        """Compute prompts up to the positions where checkpoints take state snapshots. The last token is left to the
-        caller. Does nothing for models without states.
+        """Compute all tokens of the prompts except the last, in steps that end where the cache takes state snapshots.
+        The caller computes the last token. Does nothing for models without states.
         """
         end = prompts.shape[1]
         while True:
@@ -399,7 +399,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return torch.tensor(np.array(ids), device=self._store.buffer.device).long()
 
     def _store_states(self) -> None:
-        """Copy the states of all layers to pages."""
+        """Copy the states from transformers' layers to pages."""
         for index, view in self._states.items():
             pages, layer = self._state_pages(view), self.layers[index]
             for name, of in view.fields.items():
@@ -407,7 +407,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 of[pages] = getattr(layer, f"{kind}_states")[int(number)]
 
     def _load_states(self) -> None:
-        """Copy the states of all layers from pages. At position 0 the layers get no states."""
+        """Copy the states from pages to transformers' layers. At position 0, reset the layers instead."""
         assert self._step is not None
         for index, view in self._states.items():
             layer: Any = self.layers[index]

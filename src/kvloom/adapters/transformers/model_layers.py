@@ -111,8 +111,9 @@ def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.
 
 
 def _continues_states(model: Any, tokens: torch.Tensor, cache: Any) -> bool:
-    """Return whether a model continues from stored states in a forward of several tokens. Compares the logits of a
-    second run with `cache` to those of one long run. Small differences by rounding are accepted.
+    """Return whether a model continues from stored states in a forward of several tokens. The first half of `tokens` is
+    already in `cache`. Runs the second half with `cache`, and compares its logits with those of one run over all
+    tokens. Small differences by rounding are accepted.
     """
     whole = _run(model, tokens, DynamicCache(config=model.config))[:, _PROBE_TOKENS:]
     parts = _run(model, tokens[:, _PROBE_TOKENS:], cache, _PROBE_TOKENS)

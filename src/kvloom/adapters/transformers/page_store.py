@@ -54,8 +54,8 @@ class PageStore:
         self._orders = count()
 
     def open(self, prompts: list[list[int]], controls: list[CacheControl]) -> list[Sequence]:
-        """Open one sequence per prompt, after its cached tokens. Loads pages from tiers and waits for them. All
-        sequences have the same length: the longest at which every prompt can resume.
+        """Open one sequence per prompt, which begins with the cached tokens of the prompt. Loads pages from tiers and
+        waits for them. All sequences have the same length, because longer hits are rolled back.
         """
         opened: list[Sequence] = []
         try:

@@ -57,7 +57,9 @@ class BlockGroup:
         return not self.window and not self.chunk and not self.is_state
 
     def first_block(self, position: int) -> int:
-        """Return the first block that the token at `position` can read."""
+        """Return the index of the first block that the token at `position` can read. For recurrent states, this is the
+        block that ends at `position`.
+        """
         if self.is_state:
             return max(0, position // self.block_tokens - 1)
         first = 0
@@ -124,8 +126,8 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return the number of tokens of a sliding window that vLLM keeps. With speculation it may keep more than the
-    window.
+    """Return how many tokens vLLM keeps for a sliding window. With speculation, vLLM may keep more tokens than the
+    window has.
     """
     layers = (one for one in iter_layer_specs(spec) if isinstance(one, SlidingWindowSpec))
     return _only({one.sliding_window + one.extra_retained_tokens for one in layers}, "windows")

@@ -1,4 +1,4 @@
-"""The measured time in which vLLM computes tokens, for the decision to load or to recompute."""
+"""Measures how long vLLM takes to compute tokens, for the decision to load or to recompute."""
 
 from __future__ import annotations
 

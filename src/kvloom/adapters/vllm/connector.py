@@ -45,7 +45,7 @@ log = logging.getLogger("kvloom.vllm")
 
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
-    """kvloom's tiers as a KV connector. vLLM creates one in the scheduler, and one in each worker.
+    """kvloom's tiers as a KV connector. vLLM creates one connector in the scheduler, and one in each worker.
 
     `kv_connector_extra_config` contains the fields of `Settings`. Raises ValueError for a wrong setting, and for a
     model whose KV cache cannot be stored.
@@ -140,7 +140,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the tiers. A layer with a recurrent state has a list of tensors, unlike vLLM's annotation."""
+        """Open the tiers. For a layer with a recurrent state, vLLM passes a list of tensors, although the type hint
+        names one tensor.
+        """
         layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, self._shard.text)
         largest = max(form.page_bytes for form in layers.forms)
         pin = layers.device.type == "cuda"

@@ -25,8 +25,8 @@ _IRRELEVANT_FIELDS = ("_name_or_path", "transformers_version", "architectures", 
 
 
 def model_identity(vllm_config: VllmConfig) -> str:
-    """Return a text that differs between models whose keys and values could differ. Reads some KiB of each weight
-    file. Raises ValueError if no identity can be found.
+    """Return a text that differs between models whose K and V could differ. Reads about 1 MiB of each weight file.
+    Raises ValueError if no weight files are found.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IRRELEVANT_FIELDS}

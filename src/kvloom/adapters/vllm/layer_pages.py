@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["LayerPages"]
 
 MIN_CHECKED_BYTES = 32 * 1024
-"""Layers with fewer bytes than this share one checksum per page."""
+"""A page has one checksum per layer if all its layers have the same size, and at least this many bytes. Otherwise a
+page has one checksum.
+"""
 Offsets = npt.NDArray[np.int64]
 IsDone = Callable[[], bool]
 LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
@@ -42,8 +44,9 @@ LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. On a CPU, `memory` is the whole
-    storage of the tensor.
+    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b *
+    stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor in the form of a
+    page.
     """
 
     rows: torch.Tensor

@@ -13,8 +13,8 @@ __all__ = ["Answer", "Answers", "Change", "Load", "Lookup", "Step", "Store"]
 @dataclass(slots=True)
 class Lookup:
     """A message of the scheduler: look up the blocks of tokens [start, end) and load them into host memory. `hashes`
-    contains the block hashes of these tokens, by block size. `number` identifies this lookup among those of the
-    request.
+    contains the block hashes of these tokens, by block size. `number` identifies this lookup, because a request may
+    have several lookups.
     """
 
     request_id: str
@@ -26,8 +26,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks.
-    `block_ids` contains the ids of these blocks for each group. Id 0 means that no token reads the block any more.
+    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks. `number`
+    is that of the lookup which loaded the blocks into host memory. `block_ids` contains the ids of vLLM's blocks for
+    each group. Id 0 means that no token reads the block any more.
     """
 
     request_id: str
@@ -39,7 +40,9 @@ class Load:
 
 @dataclass(slots=True)
 class Store:
-    """A message of the scheduler: store blocks of one group in the tiers."""
+    """A message of the scheduler: store blocks of one group in the tiers. Block `block_ids[i]` has the hash
+    `hashes[i]`.
+    """
 
     group: int
     hashes: list[bytes]
@@ -62,7 +65,9 @@ class Step(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Answer:
-    """The positions at which a request can resume with pages that one worker has leased."""
+    """The answer of one worker to the lookup `number`: the positions at which the request can resume with pages that
+    this worker has leased. No positions mean a miss.
+    """
 
     request_id: str
     number: int
@@ -70,7 +75,7 @@ class Answer:
 
 
 class Change(NamedTuple):
-    """A tier of `medium` has stored or removed a page."""
+    """A tier of `medium` has stored a page, or has removed it if `is_stored` is False."""
 
     medium: str
     is_stored: bool

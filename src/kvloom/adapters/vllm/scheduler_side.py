@@ -52,7 +52,9 @@ class _State:
 
 
 class SchedulerSide:
-    """Plans loads and stores. `workers` is the number of workers that answer each lookup."""
+    """Plans loads if `loads` is True, and stores if `stores` is True. `workers` is the number of workers that answer
+    each lookup.
+    """
 
     def __init__(
         self,
@@ -185,8 +187,8 @@ class SchedulerSide:
         state.stored = stop
 
     def _store_states(self, output: SchedulerOutput, step: Step) -> None:
-        """Add the states that this step writes at the ends of blocks. vLLM names their blocks, and reuses such a block
-        in a later step.
+        """Add the states that this step writes at the ends of blocks to the stores of `step`. vLLM lists their blocks
+        in `output`. Later steps overwrite such a block.
         """
         if output.kv_connector_block_state is None:
             return

@@ -15,9 +15,10 @@ __all__ = ["Shard", "worker_count"]
 class Shard:
     """The part of the KV cache that one worker has.
 
-    `text` is part of the form of a page. It differs between the workers of one engine, and between other numbers of
-    workers. It is the same for replicas of data parallelism, because their pages are equal. `process` differs between
-    all workers, also of other replicas. It replaces `{rank}` in the URLs of tiers.
+    `rank` is the number of the worker in its replica. `text` is part of the form of a page. It contains the worker's
+    tensor and pipeline rank, and the numbers of ranks. It is the same in all replicas of data parallelism, because
+    their pages are equal. `process` is unique among the workers of all replicas. It replaces `{rank}` in the URLs of
+    tiers.
     """
 
     rank: int
@@ -26,7 +27,9 @@ class Shard:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Shard:
-        """Return the shard of the worker with this config. vLLM numbers workers of tensor parallelism first."""
+        """Return the shard of the worker with this config. In vLLM, the tensor-parallel workers of a pipeline stage
+        have consecutive ranks.
+        """
         tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         rank = parallel.rank % parallel.world_size
         return cls(
@@ -37,8 +40,8 @@ class Shard:
 
 
 def worker_count(parallel: ParallelConfig) -> int:
-    """Return a number of workers that is larger than 1 if several workers run. vLLM sets the number of replicas to 1
-    for models without experts. The index of the replica then remains.
+    """Return the number of workers in all replicas. For models without experts, vLLM sets the number of replicas to 1.
+    The result then counts only the replicas up to this one.
     """
     replicas = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
     return int(parallel.world_size * replicas)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["TierEvents"]
 
 MAX_BLOCKS = 1 << 20
-"""Largest number of blocks whose hashes are stored. Beyond it the oldest are dropped, and their removal is not
-published.
+"""Largest number of blocks whose hashes are stored. If there are more, the hashes of the oldest block are dropped, and
+the removal of this block is not published.
 """
 
 

@@ -2,9 +2,9 @@
 
     Lookup ──> TierLookup ──> FetchJob ──> leased pages in host memory ──> Answer
     Load   ──> copy from the leased pages into blocks ──> finished, or failed if a page is missing
-    Store  ──> copy from blocks into host memory ──> queues of the other tiers
+    Store  ──> copy from blocks into host memory ──> queued writes to the other tiers
 
-A page of a failing, slow or damaged tier never becomes an answer, so vLLM recomputes it.
+If a page is missing, late or damaged, no answer includes a position that needs this page. vLLM recomputes its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from .settings import Settings
 __all__ = ["WorkerSide", "WorkerStats"]
 
 MAX_ROUNDS = 3
-"""Largest number of attempts of a lookup. After pages failed to load, the next attempt uses a shorter prefix."""
+"""Largest number of attempts to load the pages of a lookup. If pages fail to load, the next attempt uses a shorter
+prefix.
+"""
 MIN_SECONDS = 0.1
 """Shortest deadline of a load, in seconds."""
 IDLE_SECONDS = 0.001
@@ -52,7 +54,10 @@ class WorkerStats:
 
 @dataclass
 class _LookupJob:
-    """One lookup and its pages. Block indices count from the block at token `message.start`."""
+    """One lookup and its pages. Block indices count from the block at token `message.start`. `found` has the blocks
+    that tiers have, by group. `firsts` and `leases` have, for each group, the index of the first leased block and the
+    lease.
+    """
 
     message: Lookup
     objects: list[Objects]
@@ -73,7 +78,7 @@ class _LookupJob:
 
 
 class WorkerSide:
-    """Runs the steps of one worker."""
+    """Runs the steps of one worker. With `events`, it also records which pages the tiers store and remove."""
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class WorkerSide:
         self._forms = [form.fingerprint for form in layers.forms]
 
     def begin_step(self, step: Step) -> None:
-        """Start lookups and loads of a step."""
+        """Start the lookups and loads that a step lists, and release the leased pages of ended requests."""
         for request_id in step.ended:
             self.end(request_id)
         for lookup in step.lookups:
@@ -240,8 +245,9 @@ class WorkerSide:
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether loading the `missing` pages is estimated to take longer than computing their tokens. Returns
-        False if all pages are in host memory, or if too little was measured.
+        """Return whether loading the `missing` pages is estimated to take longer than computing their tokens. If so,
+        raise the estimated throughput of the slow tiers, so that they are tried again later. Returns False if all pages
+        are in host memory, or if too little was measured.
         """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:
