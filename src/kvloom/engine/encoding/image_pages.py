@@ -1,9 +1,10 @@
 """Images and their embeddings as pages of a tier.
 
-    pages   [bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES; the last page is padded
+    pages   [total bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES; the last is padded
     hash    of the image's key and the number of the page; the key covers image encoder, tenant and content
 
-The first page has a separate group and is written last. If a tier has the first page, all pages were written.
+The first page has a separate group number and is written last. If a tier has the first page, all pages of the image
+were written.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ Pages = npt.NDArray[np.uint8]
 
 
 class Kind(NamedTuple):
-    """The layer group numbers of the first page and of the other pages."""
+    """The group numbers under which a tier stores the first page (`first`) and the other pages (`rest`) of an image."""
 
     first: int
     rest: int
 
 
 INPUTS = Kind((1 << 32) - 2, (1 << 32) - 3)
-"""An image: the tensors of the model's processor."""
+"""Group numbers for the pages of an image, which contain the tensors of the model's processor."""
 EMBEDDINGS = Kind((1 << 32) - 4, (1 << 32) - 5)
-"""The embeddings of an image."""
+"""Group numbers for the pages of an image's embeddings."""
 
 
 class PagesError(RuntimeError):
@@ -98,7 +99,8 @@ def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> 
 
 
 def pack(fields: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> Pages:
-    """Return pages with fields and tensors. Copies the tensors."""
+    """Return pages that contain `fields` and `tensors`. Copies the tensors. Raises PagesError if they exceed
+    MAX_BYTES."""
     described, data = [], []
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().contiguous()

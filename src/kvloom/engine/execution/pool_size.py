@@ -115,7 +115,9 @@ class PoolRule:
         is_busy: bool,
         free_device: Callable[[], int],
     ) -> int | None:
-        """Return the new size of the pool in bytes, or None for no change. Decides at most once per PERIOD."""
+        """Return the new size of the pool in bytes, or None for no change. Decides at most once per PERIOD seconds.
+        `free_pool_bytes` are the bytes of slabs without pages. `evictions` counts all evictions so far.
+        `free_device()` returns the bytes of device memory that no process uses."""
         if is_busy or self._busy_at is None:
             self._busy_at = now
         if now < self._next:
