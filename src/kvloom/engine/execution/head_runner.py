@@ -8,8 +8,8 @@ buffers of batches.
 
 Drafts are computed in CUDA graphs. A graph computes logits for all tokens. It writes the head's hidden states of the
 last token of each work, and of all nodes of trees. If no logits are `wanted`, it writes no hidden states. The target's
-graphs write the target's hidden states. The head need not be batch-invariant, because only the target decides which
-tokens are accepted.
+graphs write the target's hidden states. The head never uses batch-invariant kernels, because only the target decides
+which tokens are accepted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 pages as another request.
 
 Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of
-computed tokens divided by the tenant's weight. A tenant without waiting requests earns no credit. This module does
-not use the cache.
+computed tokens divided by the tenant's weight. A tenant gains no advantage from a time without waiting requests. This
+module does not use the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvloom.engine.request import Request
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
 NextBlock = tuple[str, str, str, bool, bytes]
-"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content."""
+"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content. The content is all tokens
+up to the end of the block, and the digests of their images."""
 
 
 UNWEIGHTED = 1 / 16

@@ -70,7 +70,8 @@ def draft_positions(
 
 
 def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[list[int]]:
-    """Return, for each request, the indexes of its accepted tokens in the sampled `tokens`. There is at least one."""
+    """Return, for each request, the indexes of its accepted tokens in the sampled `tokens`. The first is always the
+    token that was sampled after the request's last token."""
     places, start = [], 0
     for draft in drafts:
         end = start + len(draft.tokens) + 1
