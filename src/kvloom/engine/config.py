@@ -64,7 +64,8 @@ class EngineConfig:
     """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
-    """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
+    """Bytes of the page pool. None means 1 GiB on a CPU. On a GPU, it means the part of `memory_fraction` that
+    weights and steps do not need."""
     max_pool_bytes: int | None = None
     """Largest size in bytes of an elastic pool, which grows and shrinks while serving. None means that the pool keeps
     its size.
@@ -156,7 +157,8 @@ class EngineConfig:
     """Whether events about blocks in tiers also contain parent hashes and token ids, for Dynamo. Costs about 300
     bytes per block."""
     kv_events_key: str | None = None
-    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means plain events."""
+    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means that events are
+    not encrypted."""
 
     @property
     def objective(self) -> Objective:

@@ -3,9 +3,9 @@
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
 On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
-The tokens stay on the device as input of the next step. If a request has already finished, the step computes one
-token too many for it, and this token is dropped. Prompts are token ids. Only one thread at a time may call the
-engine. The model must be on its device.
+The tokens stay on the device as input of the next step. If a token of the previous step finishes a request, the next
+step computes one token too many for this request. This token is dropped. Prompts are token ids. Only one thread at a
+time may call the engine. The model must be on its device.
 """
 
 from __future__ import annotations
@@ -332,6 +332,8 @@ class Engine:
 
         | argument       | meaning                                                                                      |
         |----------------|----------------------------------------------------------------------------------------------|
+        | `control`      | caching options: tenant, session, `store`, `read`, priorities of token ranges                |
+        | `priority`     | a request with a larger value runs first and is preempted last                               |
         | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
         | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
         | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |

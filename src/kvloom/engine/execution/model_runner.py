@@ -196,9 +196,10 @@ class ModelRunner:
         """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
         wait.
 
-        The logits first contain the position after the last token of each work, or only of the works at the indices
-        `wanted`. A work with drafts has one more position for each draft token. Then follow the positions after
-        every token of the works `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        `wanted`, `whole` and `pooled` are indices of works. The first rows are the logits after the last token of
+        each work, or only of the works `wanted`. A work with drafts has one more row for each draft token. The next
+        rows are the logits after every token of the works `whole`. The hidden states of the works `pooled` are stored
+        in `hidden_states`.
         """
         has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(

@@ -92,9 +92,9 @@ class PoolSize:
 
 @dataclass(slots=True)
 class PoolRule:
-    """Chooses the size of a pool. A full pool grows by the fraction `GROWTH` at a time. A pool shrinks if it is
-    idle, or if other processes need memory. `keep_free` bytes of device memory stay free for other processes. After
-    `idle_seconds` without a request, slabs without pages are unmapped, down to `start_bytes`."""
+    """Chooses the size of a pool. If running requests evict pages, the pool grows by the fraction `GROWTH`. The pool
+    shrinks if it is idle, or if other processes need memory. `keep_free` bytes of device memory stay free for other
+    processes. After `idle_seconds` without a request, slabs without pages are unmapped, down to `start_bytes`."""
 
     start_bytes: int
     keep_free: int

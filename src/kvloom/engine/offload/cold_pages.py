@@ -288,7 +288,8 @@ class ColdPages:
         return [(g, form, g.column + run) for g in self._groups for run, form in enumerate(forms[g.index])]
 
     def _block_hashes(self, request: Request, first: int, end: int, parent: bytes | None) -> list[bytes]:
-        """Return the hashes of a request's blocks from block `first` to token `end`."""
+        """Return the hashes of a request's blocks from block `first` to token `end`. `parent` is the hash of the
+        block before `first`, or None if `first` is 0."""
         media = request.media
         ids = request.ids(len(request.tokens) if media else end)
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)

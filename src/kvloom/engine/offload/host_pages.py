@@ -112,9 +112,9 @@ def open_host(
     shared: bool = False,
     ttl: float = 0,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other
-    processes on this host may map the memory and read it. Returns the tier and the shared memory. The shared memory
-    is None if the system does not support it.
+    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. With
+    `shared`, other processes on this host may map the memory and read it. Returns the tier and the shared memory. The
+    shared memory is None if the system does not support it.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)

@@ -160,9 +160,9 @@ class OffloadManager:
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
-        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. Costs a
-        match and a load plan. Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load
-        jobs.
+        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. If
+        another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Costs a match and a load plan.
+        Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs.
         """
         if request.offers_pages:
             self._offering[request] = 0

@@ -131,7 +131,8 @@ class TierLoader:
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Return whether it is faster to load `tokens` tokens in `seconds` than to compute them. `all_tokens` is the
-        number of all missing tokens of the prompt. Returns True if nothing was measured.
+        number of all missing tokens of the prompt. The time to compute `tokens` is the time for all of them, minus
+        the time for the others. Returns True if nothing was measured.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -176,7 +177,8 @@ class TierLoader:
         )
 
     def _collect(self, job: LoadJob) -> None:
-        """Record arrived chunks in order. If a chunk is incomplete, the later chunks are cancelled."""
+        """Record arrived chunks, from the end of the prompt to its start. If a chunk is incomplete, cancel the
+        remaining chunks. They are not cancelled if no chunk has arrived completely and the model has no states."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -190,8 +192,8 @@ class TierLoader:
     def _start(self, job: LoadJob) -> None:
         """Request the pages of a job from tiers, in chunks.
 
-        If the request must load all pages, these pages form one chunk. Otherwise the first chunk begins at
-        `_first_token`, because the request computes the earlier tokens meanwhile.
+        If the request must load all pages, these pages form one chunk. Otherwise pages before `_first_token` are not
+        requested, because the request computes these tokens meanwhile.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None

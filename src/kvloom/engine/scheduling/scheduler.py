@@ -260,7 +260,7 @@ class Scheduler:
         below: tuple[float, float] = (inf, inf),
     ) -> int:
         """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
-        `below` are considered.
+        `below` are considered. `empty` means that no request ran when the step began.
 
         A request stays in the queue if another request computes or loads its next block (`next_blocks`). It also
         stays if another request will take a checkpoint at which it can resume. No page is therefore computed or
@@ -336,8 +336,8 @@ class Scheduler:
         return budget
 
     def _adapters_in_use(self) -> Counter[str]:
-        """Return the number of running requests of each adapter, by digest. Finished requests that the next step settles
-        count, too. O(running)."""
+        """Return the number of running requests of each adapter, by digest. Finished requests count, too, while their
+        last recurrent states are still to be computed (see `_close`). O(running)."""
         used = chain(self.running, (request for request, _ in chain(self._settling, self._unsettled)))
         return Counter(request.adapter.digest for request in used if request.adapter is not None)
 
@@ -572,8 +572,8 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Append the sampled tokens of a step to their requests. Also commit the tokens that are input of the next step
-        (`after`).
+        """Append the sampled tokens of a step to their requests. `after` is the work of the next step, if that step
+        is already launched. Sampled tokens that are its input are committed.
         """
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:

@@ -166,8 +166,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that is off: the number of steps since then, and the number of requests and the mean value of their
-    estimates when it was turned off."""
+    """A proposer that is off. `requests` and `value` are the number of requests, and the mean value of their
+    estimates, when it was turned off. `steps` is the number of steps since then."""
 
     requests: int
     value: float

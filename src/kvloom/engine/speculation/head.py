@@ -149,7 +149,7 @@ class _Tree:
         return bool(self.current)
 
     def work(self) -> Work:
-        """Return the input of the head: all computed nodes. The last ones are current."""
+        """Return the input of the head: all nodes in `computed`. The nodes of the current run come last."""
         index = {-1: -1} | {node: i for i, node in enumerate(self.computed)}
         assert self.request.sequence is not None
         return Work(
