@@ -89,8 +89,9 @@ def first_page(block_hash: bytes, kind: Kind) -> Objects:
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number, so
-    a call returns either only the first page (`stop` is 1), or only later pages (`start` is above 0)."""
+    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number. A
+    call must therefore request either only the first page (`start` 0, `stop` 1), or only later pages (`start` above
+    0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)

@@ -361,7 +361,7 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers. If a block owns several pages in the layer group, the first list
-        entry has the first page of each block, the second entry the second pages, and so on."""
+        """Return missing pages as objects for tiers. If a block owns several pages in the layer group, the result has
+        one entry for each. The first entry has the first page of every block, and so on."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

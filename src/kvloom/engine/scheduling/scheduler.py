@@ -367,10 +367,10 @@ class Scheduler:
         next_blocks: set[NextBlock | None],
         deferred: list[Request],
     ) -> bool:
-        """Return whether a request stays in the queue because another request computes or loads its next block, or
-        will take a checkpoint at which this request can resume. If the other request loads the block, this request
-        leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise at most MAX_DEFERRED
-        requests of a step stay in `deferred`.
+        """Return whether a request stays in the queue because of another request. The other request computes or loads
+        its next block, or will take a checkpoint at which this request can resume. If the other request loads the
+        block, this request leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise at most
+        MAX_DEFERRED requests of a step stay in `deferred`.
         """
         if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
             if self._queue.wait_behind(waiting, next_block):

@@ -213,8 +213,8 @@ class Controller:
         """Count a step. Return the lookups that should be reviewed now. `estimates` are the estimates of each request,
         by proposer.
 
-        If the number of requests has doubled or halved, or if the mean value of their estimates has risen by RISE, the
-        controller decides again about a proposer that is off."""
+        The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
+        halved, or the mean value of their estimates has risen by RISE."""
         self._since_plain = self._since_plain + 1 if self.wants_drafts else 0
         self._measuring = max(0, self._measuring - 1)
         count, due = len(estimates), []
