@@ -30,7 +30,8 @@ DEFAULT_RANK = 16
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """One version of an adapter under a name. `requests` counts the requests that were added with it."""
+    """One version of an adapter under a name. `created` is a Unix time. `requests` counts all requests that were
+    added with this version."""
 
     name: str
     adapter: LoraAdapter
@@ -48,8 +49,8 @@ class LoadedAdapter:
         return bool(self.adapter.invocation_tokens)
 
     def activation(self, prompt: npt.NDArray[np.integer]) -> Media | None:
-        """Return a mark of the token from which an activated LoRA applies, or None if the prompt does not contain its
-        invocation tokens. See `activation_mark`."""
+        """Return a mark at the token from which an activated LoRA applies. Return None if the prompt does not contain
+        the adapter's invocation tokens. See `activation_mark`."""
         return activation_mark(prompt, self.adapter.invocation_tokens, self.digest)
 
 
@@ -59,8 +60,11 @@ class AdapterTable:
     def __init__(
         self, model: Any, given: Mapping[str, str], slots: int, rank: int | None, targets: Sequence[str]
     ) -> None:
-        """Read the `given` adapters (names and folders), and prepare slots for `slots` adapters of up to `rank`
-        dimensions. Raises AdapterError for an adapter that cannot be read. Call `check_all` after the first step."""
+        """Read the `given` adapters (folders by name), and prepare `slots` slots for adapters of up to rank `rank`.
+        `slots` 0 means one slot for each given adapter. `rank` None means the largest rank of the given adapters.
+        `targets` are names of linear layers, as in `AdapterSlots`. Raises AdapterError for an adapter that cannot be
+        read. Call `check_all` after the model's first step, because only this step shows which layers adapters can
+        change."""
         read = {name: read_adapter(path) for name, path in given.items()}
         if rank is None:
             rank = max((one.rank for one in read.values()), default=DEFAULT_RANK)
@@ -107,8 +111,8 @@ class AdapterTable:
         return found
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Its slot is used for other adapters when no request uses it. Raises AdapterError for an
-        unknown name."""
+        """Remove an adapter, so that new requests cannot use it. Another adapter may take its slot when no running
+        request uses the adapter. Raises AdapterError for an unknown name."""
         del self.names[self.find(name).name]
 
     def find(self, name: str) -> LoadedAdapter:
@@ -124,17 +128,18 @@ class AdapterTable:
         return next((name for name, one in list(self.names.items()) if one.digest == digest), digest)
 
     def has_slot(self, adapter: LoadedAdapter) -> bool:
-        """Return whether an adapter has a slot, or a slot is free."""
+        """Return whether an adapter has a slot, or can take a free slot."""
         return adapter.digest in self._resident or len(self._resident) < self.slots.count
 
     def may_evict(self, in_use: Collection[str]) -> bool:
-        """Return whether an adapter may lose its slot. `in_use` are the digests of the adapters of running requests,
-        which keep their slots."""
+        """Return whether any adapter with a slot may lose it. Adapters whose digests are `in_use`, by running
+        requests, keep their slots."""
         return any(digest not in in_use for digest in self._resident)
 
     def make_resident(self, adapter: LoadedAdapter, in_use: Callable[[], Collection[str]]) -> int:
-        """Give an adapter a slot, and return the slot. If all slots are taken, the adapter that was used longest ago
-        and is not `in_use` loses its slot. `has_slot` or `may_evict` must be true."""
+        """Give an adapter a slot, and return the slot. If all slots are taken, another adapter loses its slot: the
+        one that was used longest ago, among those that running requests do not use. `in_use` returns the digests of
+        the adapters of running requests. `has_slot` or `may_evict` must be true."""
         slot = self._resident.get(adapter.digest)
         if slot is None:
             slot = self._free_slot(in_use)

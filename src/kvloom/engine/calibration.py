@@ -3,8 +3,8 @@
     calibrate(model, prompts, dtype="fp8") → Calibration      .save("scales.safetensors")
     Engine(model, EngineConfig(kv_dtype="fp8", kv_scales="scales.safetensors"))
 
-The model runs with pages of its own dtype, and a recorder measures the values that it writes. Prompts are token ids.
-`texts_of` reads prompts from files.
+The model runs without quantisation. A recorder measures the keys and values that the model writes to pages. Prompts
+are token ids. `texts_of` reads prompts from files.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Recorder(Pages):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that every layer has written."""
+        """Number of tokens whose K and V the layers have written."""
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:

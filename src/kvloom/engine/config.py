@@ -26,7 +26,8 @@ __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
 MOST_TREE_NODES = 63
-"""A row of a step has at most 64 tokens: the nodes and the token before them."""
+"""Largest number of nodes (tokens) in a draft tree. In a step, a request has at most 64 tokens: the nodes, and the
+last token before them."""
 TREE = "tree="
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode", "encode"]
@@ -42,11 +43,12 @@ class OffloadConfig:
     only stores pages.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time
-    to compute the same tokens.
+    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time that
+    it would take to compute the loaded tokens.
     """
     wait_share: float = 0.04
-    """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
+    """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its missing
+    tokens."""
     hand_over_seconds: float = 10.0
     """Longest time without a new page from a prefill worker, in seconds. After this time, this worker computes the
     rest of the prompt itself."""
@@ -62,7 +64,8 @@ class EngineConfig:
     """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
-    """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
+    """Bytes of the page pool. None means 1 GiB on a CPU. On a GPU, it means the part of `memory_fraction` that
+    weights and steps do not need."""
     max_pool_bytes: int | None = None
     """Largest size in bytes of an elastic pool, which grows and shrinks while serving. None means that the pool keeps
     its size.
@@ -93,9 +96,10 @@ class EngineConfig:
     kv_dtype: KVDtype | None = None
     """Data type of K and V in the pool. None means the data type of the model."""
     kv_scales: str | os.PathLike[str] = "dynamic"
-    """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
+    """Scales for int8 and fp8. "dynamic" computes a scale for each token and head. "checkpoint" reads static scales
+    from the model's checkpoint. A path reads static scales from a file of `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Whether the results of a request are bit-identical in any batch, also on a GPU."""
+    """Whether a request gets bit-identical results in every batch. In float32 on a CPU, this always holds."""
     ahead: bool | None = None
     """Whether a step is launched before the tokens of the previous step have arrived. None means only on a GPU."""
     cuda_graphs: bool = True
@@ -140,17 +144,21 @@ class EngineConfig:
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
-    """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
+    """ZMQ address at which routers request past events and snapshots. None means that routers cannot request events
+    that they missed."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
-    """Format of block hashes in events: "int64" (signed integers) or "bytes" (all bytes)."""
+    """Format of block hashes in events: "int64" (the first eight bytes as a signed integer) or "bytes" (the whole
+    hash)."""
     kv_events_topic: str = ""
     """Topic of the events, such as `kv@10.0.0.7:8000@my-model` for llm-d. Subscribers can filter by its beginning."""
     kv_events_encoding: Literal["map", "array"] = "map"
     """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
     kv_events_tier_tokens: bool = False
-    """Whether events of tiers also contain parents and token ids, for Dynamo. Costs about 300 bytes per block."""
+    """Whether events about blocks in tiers also contain parent hashes and token ids, for Dynamo. Costs about 300
+    bytes per block."""
     kv_events_key: str | None = None
-    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means plain events."""
+    """File with the CURVE keys of events. Only subscribers with the same keys get events. None means that events are
+    not encrypted."""
 
     @property
     def objective(self) -> Objective:

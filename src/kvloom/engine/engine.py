@@ -3,9 +3,9 @@
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
 On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
-The tokens stay on the device as input of the next step. If a request has already finished, the step computes one
-token too many for it, and this token is dropped. Prompts are token ids. Only one thread at a time may call the
-engine. The model must be on its device.
+The tokens stay on the device as input of the next step. If a token of the previous step finishes a request, the next
+step computes one token too many for this request. This token is dropped. Prompts are token ids. Only one thread at a
+time may call the engine. The model must be on its device.
 """
 
 from __future__ import annotations
@@ -89,17 +89,17 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""If another proposer follows a lookup proposer, the lookup must match at least this many tokens. After a shorter
-match, a draft model is more accurate."""
+"""Shortest match, in tokens, with which a lookup proposer (ngram, suffix) makes a draft if another proposer follows
+it. After a shorter match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""A step with drafts can sample at this many positions at least. If `max_running` requests with drafts have more
-positions, the step can sample at all of these positions, up to `DRAFT_STEP_TOKENS`. The step can always sample one
-token of each request.
+"""Smallest limit on the positions at which a step with drafts samples. The limit is higher if `max_running` requests
+with the longest drafts have more positions, up to `DRAFT_STEP_TOKENS`. It is never below `max_running`, so that each
+request can sample one token.
 """
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
-"""Seconds that a step without work sleeps while deferred requests wait to be admitted."""
+"""Seconds that a step without work sleeps while the SLO gate defers requests."""
 MASK_WAIT_SECONDS = 0.01
 """Longest time, in seconds, that a step sleeps while all requests wait for grammar masks."""
 
@@ -214,7 +214,9 @@ class Engine:
         self._sessions = SessionHistory()
 
     def _open_tiers(self, batch_invariant: bool) -> OffloadManager:
-        """Open the tiers, and give host memory to the runner and to the images."""
+        """Open the tiers and return the offload manager. Let the runner read cold pages in host memory, and let the
+        vision model store embeddings in tiers. If the model cannot read cold pages, turn them off and record the
+        reason."""
         offload = open_offload(
             self.config.tiers, self.cache, self.buffer, self._apply_copies, self.config.offload
         )
@@ -330,6 +332,8 @@ class Engine:
 
         | argument       | meaning                                                                                      |
         |----------------|----------------------------------------------------------------------------------------------|
+        | `control`      | caching options: tenant, session, `store`, `read`, priorities of token ranges                |
+        | `priority`     | a request with a larger value runs first and is preempted last                               |
         | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
         | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
         | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |
@@ -400,8 +404,9 @@ class Engine:
     def _adapter_of(
         self, name: str | None, prompt: npt.NDArray[Any]
     ) -> tuple[LoadedAdapter | None, Media | None]:
-        """Return the adapter with a name, and the mark where an activated LoRA begins to apply. Without its invocation
-        tokens in the prompt, an activated LoRA does not apply. Raises ValueError for an unknown name."""
+        """Return the adapter with a name, and the mark at which an activated LoRA begins to apply (None for other
+        adapters). If the prompt lacks the invocation tokens of an activated LoRA, the base model is used: returns
+        (None, None). Raises ValueError for an unknown name."""
         if name is None:
             return None, None
         if self.adapters is None:
@@ -446,8 +451,8 @@ class Engine:
         return self.adapters.add(name, adapter, replace)
 
     def unload_lora(self, name: str) -> None:
-        """Forget a LoRA adapter. Requests that were added before still finish with it. Raises ValueError for an unknown
-        name."""
+        """Remove a LoRA adapter. Requests that were added before still finish with this adapter. Raises ValueError
+        for an unknown name."""
         if self.adapters is None:
             raise ValueError(f"adapter {name!r} cannot be unloaded: the engine has no adapters")
         self.adapters.unload(name)
@@ -480,7 +485,8 @@ class Engine:
         return [i for i in needed if store is None or not store.has(images[i])]
 
     def _with_known_lossy(self, control: CacheControl) -> CacheControl:
-        """Return `control`, not lossy if no tier re-encodes pages. All requests can then share pages."""
+        """Return `control`, with `lossy` set to False if no tier re-encodes pages. Lossy requests have separate block
+        hashes, so this lets all requests share pages."""
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             return replace(control, lossy=False)
         return control
@@ -508,8 +514,8 @@ class Engine:
         """Return the objective of a request. A value is taken from the request if set, else from its tenant, else from
         the engine.
 
-        A request that offers its pages has no objective, because another worker generates its answer. An embedding has
-        only the objective that it was `given`.
+        A request that offers its pages has no objective, because another worker generates its answer. A request for
+        an embedding has only the `given` objective.
         """
         if request.offers_pages:
             return Objective()
@@ -520,8 +526,8 @@ class Engine:
         return own.over(tenant).over(self.config.objective)
 
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
-        """Start to compile the grammar of `params` and return it. Return None if there is no grammar. Does not
-        wait. Poll until the grammar is ready. Raises ValueError for a grammar that is refused at once.
+        """Start to compile the grammar of `params` and return it. Return None if there is no grammar. Does not wait:
+        call `poll_grammars` until the grammar is ready. Raises ValueError for a grammar that is refused at once.
         """
         structure = params.structure
         if structure is None or self.tokenizer is None:
@@ -529,7 +535,7 @@ class Engine:
         return self._open_grammars().begin(*structure, tenant)
 
     def poll_grammars(self) -> None:
-        """Collect the answers of the grammar processes. Does not wait."""
+        """Read the answers of the grammar processes, and update the grammars. Does not wait."""
         if self._grammars is not None:
             self._grammars.poll()
 
@@ -590,8 +596,9 @@ class Engine:
         """Launch one step and process the tokens of the previous step. Return the requests that got a token or
         finished.
 
-        If the call raises (device out of memory, interrupt), the step is discarded. Its requests wait and are
-        recomputed. The next call returns the requests that got a token before the failure.
+        If the call raises (device out of memory, interrupt), the step is discarded. Its requests return to the
+        waiting queue and recompute their tokens. The next call returns the requests that got a token before the
+        failure.
         """
         started, clock = time.perf_counter(), self.cache.clock
         began = clock.now()
@@ -692,16 +699,17 @@ class Engine:
             self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
-        """Return whether the host must have the tokens of a step before it can schedule the next step. This holds for
-        requests with grammars, penalties and drafts."""
+        """Return whether the host must have the tokens of a step before it can schedule the next step. It must while
+        drafts are used, and for requests whose next token depends on the last token, such as requests with grammars,
+        penalties or beams."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Wait for the tokens of `step` and apply them to its requests. `launched_since` is the work of the next step,
-        if it is already launched. If this call fails, the next step is discarded too, because it depends on these
-        tokens.
+        """Wait for the tokens of `step` and apply them to its requests. `launched_since` is the work of the next
+        step, if that step is already launched. If this call fails, the next step is discarded too, because the tokens
+        of `step` are its input.
         """
         try:
             if self.offload is not None:
@@ -798,8 +806,8 @@ class Engine:
         )
 
     def _move_tokens(self, moved: list[MovedToken]) -> None:
-        """Move accepted tokens of draft trees to their slots. Pending copies run first, because the block tables
-        already contain their targets."""
+        """Move the K and V of accepted tokens of draft trees to the slots of their positions. Pending copies of pages
+        run first, because the block tables already contain the target pages of these copies."""
         self._apply_copies()
         rows, sources, targets = np.array(moved).T
         self._token_mover.move(rows, sources, targets)
@@ -851,7 +859,7 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Start a beam search. The request and its children are the slots of the beams."""
+        """Start a beam search. The request and its children become the slots, each of which runs one beam."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)
@@ -898,8 +906,8 @@ class Engine:
 def _with_adapter(
     control: CacheControl, adapter: LoadedAdapter | None, activation: Media | None
 ) -> CacheControl:
-    """Return `control` with the digest of an adapter, which salts block hashes. An activated LoRA has the root hash of
-    the base model."""
+    """Return `control` with the digest of an adapter, which salts block hashes. With an activated LoRA, returns
+    `control` unchanged, because blocks before its activation are those of the base model."""
     if adapter is None or activation is not None:
         return control
     return replace(control, adapter=" ".join(filter(None, (control.adapter, adapter.digest))))

@@ -219,8 +219,8 @@ class LLM:
         """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
 
         With "mean", an embedding is the mean of the final norm's output over all tokens. With "last", it is the
-        output at the last token. `lora` names LoRA adapters, as in `generate`. "mean" reads no cached pages, because cached tokens have no hidden states. Both
-        store pages.
+        output at the last token. "mean" reads no cached pages, because cached tokens have no hidden states. With
+        both, the prompt's pages are stored in the cache. `lora` names LoRA adapters, as in `generate`.
         """
         params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
         _, requests = self._add(prompts, params, lora=lora)
@@ -255,8 +255,8 @@ class LLM:
         self.engine.load_lora(name, path, replace)
 
     def unload_lora(self, name: str) -> None:
-        """Forget a LoRA adapter. Its cached pages stay valid for the same version. Raises ValueError for an unknown
-        name."""
+        """Remove a LoRA adapter. If the same version is loaded again, its prompts hit the pages that are still
+        cached. Raises ValueError for an unknown name."""
         self.engine.unload_lora(name)
 
     def unpin(self, pin: Pin) -> None:
@@ -344,7 +344,8 @@ class LLM:
     def _encoded(
         self, encoders: RemoteEncoders, ids: list[int], images: list[Any], control: CacheControl
     ) -> list[Any]:
-        """Return the images, with embeddings of encode workers for those that the cache lacks. Waits for them."""
+        """Return the images. For images that the cache lacks, request embeddings from encode workers, and wait for
+        them."""
         vision = self.engine.vision
         assert vision is not None
         known = [vision.read_image(one, control.tenant, control.read, control.store) for one in images]

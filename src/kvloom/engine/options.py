@@ -162,5 +162,6 @@ def _names(text: str) -> list[str]:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    """Return those parsed arguments that are engine settings, by name. `engine_config`, `LLM` and the engine process
+    accept them."""
     return {name: value for name, value in vars(args).items() if name in _SETTINGS}

@@ -77,8 +77,8 @@ def check_engine(
 
 
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the slab size of a host tier of `capacity` bytes: the least common multiple of the pool's slab size and
-    the memory page size. Raises ValueError if the tier is smaller than one slab.
+    """Return the smallest slab size of a host tier: the least common multiple of the pool's slab size (`slab_bytes`)
+    and the memory page size. Raises ValueError if `capacity`, the bytes of the tier, is less than one slab.
     """
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:

@@ -103,7 +103,7 @@ class Request:
     | `queued_prefix`                   | the cached pages that are protected for it while it waits                 |
     | `uncached`                        | true: it neither reads nor adds cached pages                              |
     | `looked_in_tiers`                 | number of cached tokens at its last lookup in tiers                       |
-    | `tier_miss`                       | why tiers had no more pages of the prompt                                 |
+    | `tier_miss`                       | where the pages in tiers end, and why                                     |
     | `may_be_long`                     | true: the pool is too small for it at its largest length                  |
     | `is_long`                         | true: its oldest pages may be in host memory, and it publishes no pages   |
     | `priority`                        | a request with a larger value runs first and is preempted last            |
@@ -124,7 +124,7 @@ class Request:
     | `looked_up`, `started`            | times of its match and of its first work, on the cache's clock            |
     | `draft_tokens`, `accepted_tokens` | number of proposed and of accepted draft tokens                           |
     | `token_index`                     | index of its tokens, for proposers without weights                        |
-    | `estimates`                       | what to expect of drafts, by proposer                                     |
+    | `estimates`                       | estimated acceptance of its drafts, by proposer                           |
     | `draft_missing`                   | first token that the draft model has not computed                         |
     | `offers_pages`                    | true: its pages are offloaded after each chunk, for another worker        |
     | `awaits_peer`                     | host:port of the worker that computes its prompt                          |
@@ -155,8 +155,8 @@ class Request:
     tier_miss: Miss | None = None
     preemptions: int = 0
     decode_turn: int = 0
-    """Orders the decoding requests of tenants that share short steps. The request with the smallest value has waited
-    longest.
+    """Used if several tenants share a step that cannot decode all requests. Among a tenant's requests, the one with
+    the smallest value was left out for longest, and is decoded first.
     """
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None

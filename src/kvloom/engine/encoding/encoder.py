@@ -3,7 +3,8 @@
     peers ──▶ image pages ──▶ `poll` queues the image ──▶ `encode_next` ──▶ embedding pages ──▶ peers
 
 Host memory is bounded. It evicts the least recently used pages, within the shares of tenants. An image that cannot be
-encoded is dropped without embeddings. Its worker notices this and encodes the image itself.
+encoded is dropped. The worker that sent the image then finds neither image nor embeddings, and encodes the image
+itself.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class EncoderStats:
 
     encoded_images: int = 0
     refused_images: int = 0
-    """Images that this model cannot encode. Their workers encode them."""
+    """Images that this model cannot encode. The workers that sent these images encode them."""
     encode_seconds: float = 0.0
     embedding_bytes: int = 0
     """Bytes of computed embeddings."""
 
 
 class Encoder:
-    """Encodes the images in a host tier that peers can read and write. One thread calls it. `fingerprint` identifies
-    the image part of the model.
+    """Encodes the images in a host tier that peers can read and write. `fingerprint` identifies the image part of the
+    model. Only one thread may call the methods.
     """
 
     def __init__(self, vision: Vision, fingerprint: str, host: HostTier, server: PeerServer) -> None:
@@ -122,7 +123,8 @@ class Encoder:
             self.host.drop(page_objects(key, INPUTS, tenant, 1, len(pages)))
 
     def _has_embeddings(self, key: bytes, tenant: str) -> bool:
-        """Return whether all embeddings of an image are stored. If some pages were evicted, drop the first page."""
+        """Return whether all embeddings of an image are stored. If some pages were evicted, drop the first page, so
+        that peers do not find the incomplete embeddings."""
         first = page_objects(key, EMBEDDINGS, tenant, 0, 1)
         if not self.host.lookup(first).all():
             return False
@@ -142,8 +144,9 @@ class Encoder:
 def open_encoder(
     vision: Vision, fingerprint: str, tiers: Sequence[str], tenants: Sequence[Tenant] = ()
 ) -> Encoder:
-    """Open the host memory of an encode worker and share it. `tiers` must be one shared host tier. The quota of a
-    tenant limits the tenant's bytes in this memory. Raises ValueError for other tiers, and if the address is in use.
+    """Open the host memory of an encode worker and share it with other workers. `tiers` must contain only one tier,
+    `host:SIZE?share=PORT`. The quota of a tenant limits the tenant's bytes in this memory. Raises ValueError for
+    other tiers, and if the address is in use.
     """
     shared = HostURL(0)
     if len(tiers) == 1 and tiers[0].startswith("host:"):

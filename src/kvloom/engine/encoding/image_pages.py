@@ -1,9 +1,10 @@
 """Images and their embeddings as pages of a tier.
 
-    pages   [bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES; the last page is padded
+    pages   [total bytes u64 | header bytes u32 | header (JSON) | tensors …] in pages of PAGE_BYTES; the last is padded
     hash    of the image's key and the number of the page; the key covers image encoder, tenant and content
 
-The first page has a separate group and is written last. If a tier has the first page, all pages were written.
+The first page has a separate group number and is written last. If a tier has the first page, all pages of the image
+were written.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ Pages = npt.NDArray[np.uint8]
 
 
 class Kind(NamedTuple):
-    """The layer group numbers of the first page and of the other pages."""
+    """The group numbers under which a tier stores the first page (`first`) and the other pages (`rest`) of an image."""
 
     first: int
     rest: int
 
 
 INPUTS = Kind((1 << 32) - 2, (1 << 32) - 3)
-"""An image: the tensors of the model's processor."""
+"""Group numbers for the pages of an image, which contain the tensors of the model's processor."""
 EMBEDDINGS = Kind((1 << 32) - 4, (1 << 32) - 5)
-"""The embeddings of an image."""
+"""Group numbers for the pages of an image's embeddings."""
 
 
 class PagesError(RuntimeError):
@@ -88,8 +89,9 @@ def first_page(block_hash: bytes, kind: Kind) -> Objects:
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number, so
-    a call returns either only the first page (`stop` is 1), or only later pages (`start` is above 0)."""
+    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number. A
+    call must therefore request either only the first page (`start` 0, `stop` 1), or only later pages (`start` above
+    0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)
@@ -98,7 +100,8 @@ def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> 
 
 
 def pack(fields: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> Pages:
-    """Return pages with fields and tensors. Copies the tensors."""
+    """Return pages that contain `fields` and `tensors`. Copies the tensors. Raises PagesError if they exceed
+    MAX_BYTES."""
     described, data = [], []
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().contiguous()

@@ -3,8 +3,9 @@
     lookup ─▶ found: read the embeddings (a hit)
        └────▶ missing: write the image, look up until the encode worker has stored the embeddings, read them
 
-Threads do this, so that steps do not wait. An image that several requests need at once is requested once. After a
-failure, this worker encodes the images itself, and does not ask the encode worker for PAUSE_SECONDS.
+Background threads do this, so that steps do not wait. If several requests need an image at once, the image is
+requested once. After a failure of an encode worker, this worker encodes the image itself, and sends no requests to
+that encode worker for PAUSE_SECONDS.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = ["EncodingStats", "RemoteEncoders"]
 
 log = logging.getLogger("kvloom.encoding")
 PAUSE_SECONDS = 5.0
-"""Seconds for which an encode worker is not asked after a failure."""
+"""Seconds for which an encode worker gets no requests after a failure."""
 THREADS = 16
 """Largest number of images that are requested at once."""
 LOST_SECONDS = 0.5
-"""An image is lost if the encode worker has neither the image nor its embeddings for this time. For a shorter time,
-another worker may still be writing the same image."""
+"""If the encode worker has neither an image nor its embeddings for this many seconds, the image counts as lost. For a
+shorter time, another worker may still be writing the same image."""
 POLL_SECONDS = (0.002, 0.05)
 """First and longest time between two lookups of one image."""
 
@@ -58,7 +59,7 @@ class EncodingStats:
     """Images whose embeddings came from an encode worker."""
     handed_over_bytes: int = 0
     hits: int = 0
-    """Handed over images that the encode worker had already encoded, so that the image was not sent."""
+    """Images whose embeddings the encode worker already had, so that only the embeddings were transferred."""
     sent_bytes: int = 0
     """Bytes of images that were sent to encode workers."""
     fallbacks: int = 0
@@ -68,8 +69,8 @@ class EncodingStats:
 
 
 class _EncodeWorker:
-    """One encode worker. It has the tier of the worker, which is opened on first use, and the time until which the
-    worker gets no requests."""
+    """The connection to one encode worker, which is opened on first use. Until `paused_until`, the worker gets no
+    requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -98,8 +99,8 @@ class _EncodeWorker:
 
 class RemoteEncoders:
     """The encode workers of one engine. `urls` are their peer tiers (`peer://HOST:PORT?secret=FILE`), `fingerprint`
-    identifies the image part of the model, and `shape` is the length and dtype of an embedding. A request may take
-    `seconds`. Only the engine's thread may call the methods.
+    identifies the image part of the model, and `shape` is the length and dtype of an embedding. A request for
+    embeddings may take up to `seconds`. Only the engine's thread may call the methods.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class RemoteEncoders:
     def request(self, image: Image, address: str | None = None) -> Future[torch.Tensor | None]:
         """Start to request the embeddings of an image. The result is None if this worker must encode the image.
 
-        `address` (host:port) names the encode worker. Without it, the hash of the image selects one. Only configured
-        workers are asked.
+        `address` (host:port) names the encode worker. Without an address, the hash of the image selects an encode
+        worker. For an address that is not configured, the result is None.
         """
         self._pending = {key: one for key, one in self._pending.items() if not one.done()}
         key = image_key(self._fingerprint, image.tenant, image.digest)
@@ -132,8 +133,8 @@ class RemoteEncoders:
             worker.close()
 
     def _select(self, key: bytes) -> _EncodeWorker | None:
-        """Return the encode worker of an image. It is always the same worker while this worker answers, so that
-        stored embeddings are found."""
+        """Return the encode worker that the key of an image selects, or None if all encode workers are paused. A key
+        always selects the same encode worker, unless that one is paused, so that its stored embeddings are found."""
         usable = [worker for worker in self._workers.values() if not worker.is_paused]
         return max(
             usable, key=lambda one: blake2b(key + one.address.encode(), digest_size=8).digest(), default=None
@@ -192,8 +193,9 @@ class RemoteEncoders:
         return embeddings
 
     def _wait(self, tier: Tier, stored: Objects, sent: Objects, deadline: float) -> None:
-        """Wait until the encode worker has stored the embeddings. The worker drops the image afterwards, so a missing
-        image without embeddings means that the worker refused the image or has restarted."""
+        """Wait until the encode worker has stored the embeddings (`stored`). The encode worker drops the image
+        (`sent`) afterwards. If it has neither, it has refused the image or restarted. Raises PagesError in this case,
+        and after the deadline."""
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:

@@ -1,9 +1,9 @@
 """CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
-A graph is captured for each of a few numbers of tokens. It has space for as many requests as tokens, so it fits any
-number of requests and any draft lengths. A request has up to `longest` tokens. Padding requests have one token
-each, or none. Recurrent layers store the state before the draft (`StateRows.stored`), so each request is computed
-in one pass.
+A graph computes a fixed number of tokens, one of SIZES. It has space for as many requests as tokens, so it fits any
+number of requests and any draft lengths. A request has up to `longest` tokens. Padding requests have one token each,
+or none. One pass computes all tokens of a request: recurrent layers store the state before the draft
+(`StateRows.stored`) in the same pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
 SIZES = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256]
 LARGEST_ROW = 64
-"""Largest number of tokens of one request in a decode plan."""
+"""Largest number of tokens of one request that decode attention can compute in a step."""
 
 
 def draft_graph_sizes(step_tokens: int) -> list[int]:
@@ -35,7 +35,8 @@ def draft_graph_sizes(step_tokens: int) -> list[int]:
 
 
 def largest_row(row_tokens: int) -> int:
-    """Return the largest number of tokens of a row in the graphs, for rows of up to `row_tokens` tokens."""
+    """Return the number of tokens per request for which graphs are captured, if a request has up to `row_tokens`
+    tokens: the next power of two, from 2 to LARGEST_ROW."""
     return min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
 
 
@@ -46,8 +47,9 @@ class _Captured:
 
 
 class DraftGraphs:
-    """The CUDA graphs of steps with drafts of one model. `forward(batch, last)` runs the model. A request has at
-    most `row_tokens` tokens, and a step at most `step_tokens`.
+    """The CUDA graphs of steps with drafts of one model. `stage` builds the batches. `forward(batch, last)` runs the
+    model, and computes logits for the tokens `last` (None: all tokens). `chosen` are the tokens that the previous
+    step sampled. A request has at most `row_tokens` tokens, and a step at most `step_tokens`.
     """
 
     def __init__(

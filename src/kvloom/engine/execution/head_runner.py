@@ -1,14 +1,15 @@
 """Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and the
 buffers of batches.
 
-    target's step       the hidden states of the step are written to the head's pages
+    target's step       writes the target's hidden state of each token to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
-                        the works `wanted`. The target has not computed the last token of these works, so the
-                        head's own hidden state of this token is written.
+                        the works `wanted`. The target has not computed the last token of these works. The head
+                        therefore writes its own hidden state for this token.
 
-Drafts are computed in CUDA graphs. A graph computes logits for all tokens, and writes the head's hidden state of the
-last token of each row, and of all nodes of trees. It writes nothing if no logits are `wanted`. The writes of the target's hidden states are part
-of the target's graphs. The head is never batch-invariant, because only the target decides which tokens are accepted.
+Drafts are computed in CUDA graphs. A graph computes logits for all tokens. It writes the head's hidden states of the
+last token of each work, and of all nodes of trees. If no logits are `wanted`, it writes no hidden states. The target's
+graphs write the target's hidden states. The head never uses batch-invariant kernels, because only the target decides
+which tokens are accepted.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 class InflightStep:
     """A step that runs on the device, and its results, which are still being copied to the host.
 
-    `work` is the scheduled work of the step. `tokens` are the sampled tokens, one for each of `requests`.
+    `work` is the scheduled work of the step. `tokens` are the sampled tokens, one for each of `requests`. `prompts`
+    are the log-probabilities of prompt tokens. `event` completes when all results are on the host. It is None on a
+    CPU.
     """
 
     work: list[Scheduled]
@@ -129,8 +131,8 @@ def _to_host(found: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Return the log-probabilities of prompt tokens, for requests that want them. A token of `work` gives the
-    log-probability of the prompt token after it.
+    """Return the log-probabilities of prompt tokens, for requests that want them. The logits of each token of `work`
+    give the log-probability of the next prompt token.
 
     `logits` are [tokens of all work, vocabulary]. Does not wait for the device.
     """

@@ -2,8 +2,8 @@
 needs.
 
 On a GPU a trial measures the memory of a step. It runs the largest step on a pool with only the pages of that step.
-For vision models it also encodes an image. The pool does not use the peak memory of the trial and the memory of
-CUDA graphs. On a CPU the pool has a fixed default size.
+For vision models it also encodes an image. The pool gets the memory that remains after the peak of the trial and the
+estimated memory of CUDA graphs. On a CPU the pool has a fixed default size.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKEN_BUDGET = {False: 2048, True: 8192}
 OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
 """Number of prompt tokens in a step of offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Default number of running requests. False: on a CPU. True: on a GPU. In a larger batch, more sequences share
-pages, which are read once."""
+"""Default number of running requests. False: on a CPU. True: on a GPU. In a larger batch, more sequences share pages,
+and a step reads each shared page once."""
 SLACK_BYTES = 256 << 20
 """Bytes reserved for libraries, and for work that the trial step does not include."""
 CPU_POOL = 1 << 30
@@ -78,10 +78,10 @@ def measure_budget(
     """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory.
 
     On a GPU a trial step measures the memory that steps need. Such a step has up to `rows` sequences of up to `longest`
-    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models` is
-    the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head. With
-    `lora`, whose slots must be allocated, the trial step uses adapters.
-    Takes seconds on a GPU. Raises ValueError if no memory is left.
+    tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs is reserved too. `drafted_models`
+    is the number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model or head,
+    else 1. With `lora`, the trial step uses adapters; the slots must already be allocated. Takes seconds on a GPU.
+    Raises ValueError if no memory is left.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")

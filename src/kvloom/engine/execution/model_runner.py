@@ -83,11 +83,11 @@ class ModelRunner:
         trees: bool = False,
         lora: AdapterSlots | None = None,
     ) -> None:
-        """If this runner runs a draft model, `target` is the runner of the target model. Both share the pool and
-        the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that recurrent
-        layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees` states that
-        drafts may be trees. `lora` has the slots of LoRA adapters. With `invariant`, the bits of a sequence's results do not depend on the other sequences of
-        the step (CUDA only).
+        """If this runner runs a draft model, `target` is the runner of the target model. Both runners share the pool
+        and the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that
+        recurrent layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees`
+        means that drafts may be trees. `lora` has the slots of LoRA adapters. With `invariant`, a sequence gets
+        bit-identical results in every batch (CUDA only). `graphs` allows CUDA graphs.
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         separate = runs_separately(model)
@@ -106,10 +106,11 @@ class ModelRunner:
         )
         self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
-        """A function that returns a context for each execution of the model. A draft head uses this context to
-        store the hidden states."""
+        """A function that returns a context, in which the model runs. A draft head sets this function, to store the
+        target's hidden states of each step."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
-        """The context for all computations on logits: batch-invariant mode, or no effect."""
+        """The context for the model and for all computations on logits. It selects batch-invariant kernels, or has no
+        effect."""
         if invariant:
             self._check_batch_invariant()
             from kvloom.kernels.batch_invariant import BatchInvariant
@@ -195,9 +196,10 @@ class ModelRunner:
         """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
         wait.
 
-        The logits first contain the position after the last token of each work, or only of the works at the indices
-        `wanted`. A work with drafts has one more position for each draft token. Then follow the positions after
-        every token of the works `whole`. The hidden states of the works `pooled` are stored in `hidden_states`.
+        `wanted`, `whole` and `pooled` are indices of works. The first rows are the logits after the last token of
+        each work, or only of the works `wanted`. A work with drafts has one more row for each draft token. The next
+        rows are the logits after every token of the works `whole`. The hidden states of the works `pooled` are stored
+        in `hidden_states`.
         """
         has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(
@@ -255,8 +257,9 @@ class ModelRunner:
         return logits
 
     def supports_trees(self, works: Many[Work]) -> bool:
-        """Return whether a step with trees can run as it is. If not, its drafts must be chains: batch-invariant
-        attention, cold pages, images and, on a GPU, long rows (prompts) do not support trees."""
+        """Return whether a step may contain draft trees. If not, its drafts must be chains. Trees do not work with
+        batch-invariant attention, with cold pages, with images, or in models that compute one sequence after the
+        other. On a GPU, no sequence of the step may have more than LARGEST_ROW tokens."""
         if runs_separately(self.model):
             return False
         if self.pages.is_invariant or any(work.sequence.cold_blocks or _has_images(work) for work in works):
@@ -340,7 +343,8 @@ class ModelRunner:
         return done
 
     def find_adapter_layers(self) -> None:
-        """Run a step of one token on temporary pages, and refuse adapters for layers that the step did not call."""
+        """Run a step of one token on temporary pages. Afterwards, adapters for layers that this step did not call are
+        refused."""
         assert self._lora is not None
         self._run_steps([[1]], 1)
         self._lora.refuse_uncalled()

@@ -98,8 +98,8 @@ class OutputProcessor:
                 self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def _move_accepted(self, step: InflightStep, places: list[list[int]], open_: list[int]) -> None:
-        """Move the accepted tokens of trees to their slots, before they are committed. `places` are the indexes of
-        their sampled tokens."""
+        """Move the accepted tokens of draft trees to their slots, before they are committed. `places` are the results
+        of `accepted_places`. `open_` are the indices of the unfinished requests."""
         moved: list[MovedToken] = []
         for i in open_:
             sequence, first = step.requests[i].sequence, step.requests[i].computed - 1

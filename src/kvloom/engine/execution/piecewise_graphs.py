@@ -4,8 +4,7 @@
 
 The work of attention changes from step to step, so attention is launched normally. All other work depends only on
 the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page
-0, and attention skips them. All graphs share their memory, so the tensors of a step are invalid after the next
-step.
+0, and attention skips them. All graphs share their memory, so the next step overwrites the tensors of a step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Small steps take longer on the host than on the device. At one number of tokens both times are equal. Graphs are
-used for steps of up to MARGIN times this number.
+"""Steps with few tokens take longer on the host than on the device. At a certain number of tokens, both times are
+equal. Graphs are used for steps of up to MARGIN times this number.
 """
 
 

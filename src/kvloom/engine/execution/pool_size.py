@@ -92,9 +92,9 @@ class PoolSize:
 
 @dataclass(slots=True)
 class PoolRule:
-    """Chooses the size of a pool. A full pool grows by the fraction `GROWTH` at a time. A pool shrinks if it is
-    idle, or if other processes need memory. `keep_free` bytes of device memory stay free for other processes. After
-    `idle_seconds` without a request, slabs without pages are unmapped, down to `start_bytes`."""
+    """Chooses the size of a pool. If running requests evict pages, the pool grows by the fraction `GROWTH`. The pool
+    shrinks if it is idle, or if other processes need memory. `keep_free` bytes of device memory stay free for other
+    processes. After `idle_seconds` without a request, slabs without pages are unmapped, down to `start_bytes`."""
 
     start_bytes: int
     keep_free: int
@@ -115,7 +115,9 @@ class PoolRule:
         is_busy: bool,
         free_device: Callable[[], int],
     ) -> int | None:
-        """Return the new size of the pool in bytes, or None for no change. Decides at most once per PERIOD."""
+        """Return the new size of the pool in bytes, or None for no change. Decides at most once per PERIOD seconds.
+        `free_pool_bytes` are the bytes of slabs without pages. `evictions` counts all evictions so far.
+        `free_device()` returns the bytes of device memory that no process uses."""
         if is_busy or self._busy_at is None:
             self._busy_at = now
         if now < self._next:

@@ -7,7 +7,7 @@
 | neither                             | one less than the usable cores, at least 1         |
 
 Torch's threads synchronise after every operation. If one thread shares its core with the server or a tokenizer, all
-threads become slow.
+threads wait for it. By default one core is therefore left to the server and the tokenizer.
 """
 
 from __future__ import annotations

@@ -2,21 +2,23 @@
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
-    cold_pages.py         ColdPages: the oldest pages of running requests that are longer than the pool
+    cold_pages.py         ColdPages: for requests longer than the pool, moves their oldest pages to host memory
     store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
-    load_job.py           LoadJob: one request's pages in transfer, as data
+    load_job.py           LoadJob: the pages of one request in transfer (only data)
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
-    throughput.py         TimeModel: measured seconds per amount
-    host_pages.py         HostPages: copies between pool and host memory, on a GPU by streams
+    throughput.py         TimeModel: estimates seconds from a number of tokens or bytes
+    host_pages.py         HostPages: copies between pool and host memory, on separate streams of a GPU
+    unit_copies.py        UnitCopies: copies of pages for workers with another block size
     image_store.py        ImageStore: embeddings of images in tiers
     open_tiers.py         open_offload, opened_tiers: opens configured tiers
     hand_over.py          HandOver: pulls the pages that a prefill worker computes
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
-The figure shows the life of a load job. `Phase` is the activity of its request:
+The figure shows the life of a load job. Words in capitals are the `Phase` of the job, which is what its request does
+meanwhile:
 
     prefetch, before_admission
         │

@@ -1,25 +1,24 @@
 """Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
 memory.
 
-1. A request may become long if the pool is too small for the request at its largest length. Host memory must then
-have
-   space for all its full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. The request is long
-   from the start if the pool is too small for its prompt, else from its first cold page on. `Scheduler` admits as many
-   long requests as fit into host memory.
-2. Only groups with full attention have cold pages. Windows drop their old pages in any case, and a state is one
-page.
-3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a
-request.
+1. A request may become long if the pool is too small for the request at its largest length. Host memory must then have
+   space for all its full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. The request is
+   long from the start if the pool is too small for its prompt, else from its first cold page on. `Scheduler` admits as
+   many long requests as fit into host memory.
+2. Only layer groups with full attention have cold pages. Windows drop their old pages in any case, and a state is one
+   page.
+3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
    This module copies the pages to host memory and then releases them. The sequence owns the leases of its cold pages
    (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
-4. Layers read the pages in the pool as a shorter sequence. Then they add attention over the cold pages, a part at a
-time
-   (`kernels/attention/cold.py`). Keys are stored after rotation, so their positions do not change.
-5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`),
-and
-   all of them stay in host memory like other pages. After a preemption, or for a request with the same prompt, a
-   sequence starts after these pages (`find`, `start`). Shorter prompts load the pages.
-6. A long request publishes nothing in the prefix cache, because a path of the radix tree has no gaps.
+4. A layer first computes attention over the pages in the pool, as if the sequence were shorter. It then adds attention
+   over the cold pages, a part at a time (`kernels/attention/cold.py`). Keys are stored after rotation, so their
+   positions do not change.
+5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`), and
+   all of them stay in host memory like other pages. A later sequence can start after these pages (`find`, `start`):
+   that of the same request after a preemption, or that of another long request with the same prompt. Requests with
+   shorter prompts load the pages into the pool.
+6. A long request publishes nothing in the prefix cache, because every path of the radix tree must begin at its root,
+   without gaps.
 
 If a copy fails, the pages stay in the pool, and the request is preempted and recomputes.
 """
@@ -80,7 +79,8 @@ class ColdStart:
 class ColdPages:
     """Moves cold pages of one cache to host memory. Not thread-safe, like the cache.
 
-    `forms_of` returns the forms of a request's pages by group. `apply_copies` runs the pending copies inside the pool.
+    `forms_of` returns the byte layouts (`Form`) of a request's pages, by layer group. `apply_copies` runs the pending
+    copies inside the pool.
     """
 
     def __init__(
@@ -288,7 +288,8 @@ class ColdPages:
         return [(g, form, g.column + run) for g in self._groups for run, form in enumerate(forms[g.index])]
 
     def _block_hashes(self, request: Request, first: int, end: int, parent: bytes | None) -> list[bytes]:
-        """Return the hashes of a request's blocks from block `first` to token `end`."""
+        """Return the hashes of a request's blocks from block `first` to token `end`. `parent` is the hash of the
+        block before `first`, or None if `first` is 0."""
         media = request.media
         ids = request.ids(len(request.tokens) if media else end)
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)

@@ -18,9 +18,11 @@ class Action(Enum):
     tokens.
     """
     NO_FREE_PAGES = "no free pages"
-    """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
+    """A tier has pages of the request, but the pool has no free pages for them. The scheduler decides whether the
+    request waits or computes."""
     RESUME = "resume"
-    """The end of the prompt is loaded. The request leaves the batch and resumes after the loaded tokens."""
+    """The end of the prompt is in host memory. The request releases its pages and waits for the copy into the pool.
+    Then it resumes after the loaded tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer to host memory. `first` is the index in the list of `needed_pages` of their first item.
-    `tier_of` maps the key of each page to the index of the tier queue that loads it.
+    """Pages in transfer to host memory. `first` is the index of their first entry in the result of `needed_pages`.
+    `tier_of` maps the key of each page to the index of the tier queue that loads the page.
     """
 
     first: int
@@ -81,8 +81,8 @@ class _Pull:
 
 class HandOver:
     """Pulls the pages of one request from a prefill worker into this worker's host memory, while the prefill worker
-    computes the prompt. `peer` is the index in `transfers.queues` of the queue whose tier is the prefill worker. If no
-    new page arrives for `patience` seconds, the hand-over ends."""
+    computes the prompt. `needed` is the result of `needed_pages`. `peer` is the index in `transfers.queues` of the
+    prefill worker's queue. If no new page arrives for `patience` seconds, the hand-over ends."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class HandOver:
             self._progress_at = now
 
     def _pull(self, lookup: TierLookup, now: float) -> None:
-        """Start to load the pages that a lookup has found. Stops at the first item of `needed_pages` of which the
-        lookup has not found all pages."""
+        """Start to load the pages that a lookup has found. Loads only the entries of `needed_pages` before the first
+        entry with a missing page."""
         found = {
             key
             for objects, here in zip(lookup.objects, lookup.found, strict=True)
@@ -191,9 +191,8 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Convert pages to objects for tiers, by group. Each entry is a list of pages, as in `needed_pages`. A
-        block may own several pages in a group (runs). With `all_runs`, all of them are included, else only the
-        first.
+        """Return pages as objects for tiers, by layer group. `entries` are entries of `needed_pages`. If a block owns
+        several pages (runs) in a group, `all_runs` includes all of them, else only the first.
         """
         hashes: dict[int, list[bytes]] = {}
         for entry in entries:

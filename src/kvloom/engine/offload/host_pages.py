@@ -29,12 +29,13 @@ Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
 _MIN_CHECKED_BYTES = 32 * 1024
-"""Layers with fewer bytes than this share one checksum, because a checksum per layer would cost too much."""
+"""If a page has fewer bytes than this per layer, all its layers share one checksum, because a checksum per layer
+would cost too much."""
 
 
 def form_of(group: PageGroup, run: int) -> Form:
-    """Return the form of the pages of a layer group. A block may own several pages in a group, and `run` is the
-    number of the page. Pages with equal bytes but different layouts have different forms.
+    """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
+    is the number of the page. Pages of equal size with different layouts have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
@@ -56,8 +57,9 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
     """Return the forms in which tiers store the pages of a layout, by form of the page in the pool.
 
-    Tiers store units: pages of HASH_TOKENS tokens, as a layout with this block size has them. Returns {} if the layout
-    has this block size already. Omits groups whose layers would form other runs with this block size.
+    Tiers store units: pages of HASH_TOKENS tokens, in the form that they have in a layout with this block size.
+    Returns {} if the layout has this block size already. Omits groups in which a block of this size would own another
+    number of pages.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}
@@ -72,7 +74,8 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return the forms in which a re-encoding tier stores the pages of a layout and their units, by form of the page.
+    """Return the forms in which a re-encoding tier stores the pages of a layout and their units, by form of the page
+    or unit.
 
     The stored forms contain plain values, so they do not depend on the KV dtype. Raises ValueError for pages whose
     scales are not in the page.
@@ -109,9 +112,9 @@ def open_host(
     shared: bool = False,
     ttl: float = 0,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other
-    processes on this host may map the memory and read it. Returns the tier and the shared memory. The shared memory
-    is None if the system does not support it.
+    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. With
+    `shared`, other processes on this host may map the memory and read it. Returns the tier and the shared memory. The
+    shared memory is None if the system does not support it.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -194,8 +197,8 @@ class HostPages:
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Set a mark at the present end of the current stream. `offload` can then wait only for the work before a
-        mark.
+        """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before
+        the mark, and not for the work after it.
 
         The last two marks are stored. `moved` means that copies inside the pool have written pages since the previous
         mark, so earlier marks are dropped.

@@ -2,9 +2,10 @@
 not encoded again.
 
     page    number of tokens of the image (8 bytes) | padding | 16 embeddings
-    hash    of root, content digest of the image, and index of the page; the layer group is IMAGE_GROUP
+    hash    of the root hash, the content digest of the image, and the index of the page; the layer group is IMAGE_GROUP
 
-Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or late.
+The root hash depends on model and tenant, as for block hashes. The vision tower runs if a page is missing, damaged or
+late.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class ImageStore:
         return bool(self._transfers.host.lookup(self._objects(image, 0, 1)).all())
 
     def load(self, image: Image) -> torch.Tensor | None:
-        """Return the embeddings of an image in host memory, or None if they are not found in time."""
+        """Return the embeddings of an image as a tensor in host memory. Return None if no tier has them, or if they
+        do not arrive in time."""
         if not image.read or self._config().load == "never" or not self._is_usable:
             return None
         found = self._load(image)

@@ -61,8 +61,8 @@ class LoadChunk:
     """A part of a load job whose pages are loaded together: all pages from token `first` to the start of the next
     chunk.
 
-    `fetches` are the transfers that load these pages. If two jobs need the same page, one job starts the transfer and
-    both wait for it.
+    `fetches` are the transfers that load these pages. If two jobs need the same page, one job starts the transfer,
+    and both jobs wait for it. `pages_by_tier` is the number of pages by index of the tier.
     """
 
     first: int

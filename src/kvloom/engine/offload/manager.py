@@ -76,8 +76,8 @@ class WatchedTier(NamedTuple):
 class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
-    `host_write` is the write policy of host memory: which pages are offloaded to it. `apply_copies` runs the pending
-    copies inside the pool.
+    `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None
+    if no host tier is configured. `apply_copies` runs the pending copies inside the pool.
     """
 
     def __init__(
@@ -154,15 +154,15 @@ class OffloadManager:
     # -- the scheduler's interface ----------------------------------------------------------------
 
     def image_store(self, hidden: int, dtype: torch.dtype) -> ImageStore:
-        """Return the store of image embeddings with `hidden` numbers each."""
+        """Return a store for image embeddings of `hidden` numbers each."""
         return ImageStore(self.cache, self.transfers, lambda: self.config, self.stats, hidden, dtype)
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
-        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. Costs a
-        match and a load plan. Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load
-        jobs.
+        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. If
+        another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Costs a match and a load plan.
+        Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs.
         """
         if request.offers_pages:
             self._offering[request] = 0
@@ -372,8 +372,8 @@ class OffloadManager:
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
-        pool (`pages_moved`)."""
+        """Mark the current position in the device's stream, so that an offload of older pages need not wait for later
+        work. Call this method before a step, and after copies inside the pool (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:

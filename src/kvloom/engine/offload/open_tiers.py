@@ -39,14 +39,15 @@ __all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of the staging arena of an engine without a host tier: on a CPU, on a GPU. Every transfer passes through host
-memory."""
+"""Bytes of host memory that an engine without a host tier reserves, because every transfer passes through host
+memory. False: on a CPU. True: on a GPU."""
 
 
 @contextmanager
 def opened_tiers(tiers: Many[str | OpenTier]) -> Iterator[list[str | OpenTier]]:
-    """Open the required tiers, except host memory, before a model is loaded. Host memory and optional tiers remain
-    URLs. If the `with` block fails, the tiers are closed. Raises ValueError for a tier that cannot be opened.
+    """Open the required tiers, except host memory, before a model is loaded. The `with` block gets `tiers`, in which
+    host memory and optional tiers remain URLs. If the `with` block fails, the tiers are closed. Raises ValueError for
+    a tier that cannot be opened.
     """
     check_tiers(text for text in tiers if isinstance(text, str))
     found: list[str | OpenTier] = []

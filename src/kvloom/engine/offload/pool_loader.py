@@ -121,7 +121,8 @@ class PoolLoader:
         return CopyStart.COPYING
 
     def finish(self, job: LoadJob, tier_names: list[str]) -> int | None:
-        """Publish the pages of a job if their copies are done. Return the resumable length, or None while copies run."""
+        """Publish the pages of a job if their copies are done. Return the position at which the request can resume,
+        or None while copies run."""
         copy = job.copy
         assert copy is not None
         if not copy.is_done:

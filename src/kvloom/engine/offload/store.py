@@ -32,8 +32,8 @@ PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
 MAX_LOSSY_ROOTS = 4096
-"""Largest number of recorded roots whose requests accept lossy pages. Beyond it, roots without cached pages are
-dropped.
+"""Largest number of recorded root hashes whose requests accept lossy pages. Beyond this number, root hashes without
+cached pages are dropped.
 """
 
 
@@ -86,8 +86,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """If `lossy`, record that requests with this root accept lossy pages. Call this method before these requests
-        compute.
+        """If `lossy`, record that requests with this root hash accept lossy pages. Call this method before these
+        requests compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
@@ -95,15 +95,15 @@ class PageOffloader:
             self._lossy_roots.add(root)
 
     def copy_units(self) -> None:
-        """From now on, also store offloaded pages as units, for workers with another block size. Does nothing if the
-        blocks of this worker have the size of a unit.
+        """From now on, also store offloaded pages as units (pages of HASH_TOKENS tokens), for workers with another
+        block size. Does nothing if this worker's own blocks have HASH_TOKENS tokens.
         """
         forms = unit_forms(self.cache.layout) if self._units is None else {}
         if forms:
             self._units = UnitCopies(self.transfers.host, forms)
 
     def close(self) -> None:
-        """Wait for running copies of pages into units, and end them (see `copy_units`)."""
+        """Wait for the running copies into units (see `copy_units`), and start no more."""
         if self._units is not None:
             self._units.close()
 
@@ -172,12 +172,12 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return which mark follows the writes of a batch's pages: 1 for the last mark, 2 for the second last mark, 0
-        for no mark. A copy then waits only for the work before this mark (see `HostPages.offload`).
+        """Return which mark follows all writes to a batch's pages: 1 for the last mark, 2 for the second last mark, 0
+        for no mark. The copy of the batch waits only for the work before this mark (see `HostPages.offload`).
 
-        A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after its
-        launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of a
-        partial block is written later.
+        All marks that were set after a page entered the radix tree follow the writes to the page. Pages of a step
+        enter the tree after the launch of the step, and loaded pages after their copy. A mark is set after copies
+        inside the pool. Later work writes only to the unused part of a partial block.
         """
         return batch.age if batch.evicted else 0
 

@@ -34,17 +34,17 @@ class TimeModel:
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
-        """Lower the estimate by a tenth after it caused a refusal.
+        """Lower the estimate by a tenth after a load was refused because of it.
 
-        Refused work is not measured. Without this correction, a single slow measurement would stay in effect
-        forever.
+        A refused load is not measured. Without this correction, a single slow measurement could prevent all later
+        loads.
         """
         self._y *= self.FADE
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, limited to four times the estimate. A single outlier has a small effect. A lasting
-        slowdown is learnt quickly.
+        """Add a measurement, limited to four times the estimate. A single outlier then has a small effect, and
+        repeated slow measurements still raise the estimate quickly.
         """
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):

@@ -31,9 +31,10 @@ from .throughput import TimeModel, meeting_point
 __all__ = ["Forms", "TierLoader"]
 
 Forms = dict[int, list[Form]]
-"""The forms of a layer group's pages, by group. There is one form for each page that a block owns in the group."""
+"""The forms (byte layouts) of pages, by layer group. A group has one form for each page that a block owns in it."""
 MIN_GAIN = 0.05
-"""The end of a prompt is loaded only if at least this fraction of the missing tokens need not be computed."""
+"""The end of a prompt is loaded only if loading saves the computation of at least this fraction of the missing
+tokens."""
 MIN_CHUNKS = 32
 """A prompt is loaded in at least about this many chunks. A request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
@@ -43,7 +44,8 @@ MAX_HOST_SHARE = 0.9
 MIN_WAIT_SECONDS = 0.002
 """Shortest useful wait in seconds. Thread switches take about as long."""
 MAX_SHORT_WAIT_SECONDS = 0.01
-"""Longest wait of a short prompt, in seconds. It applies if `wait_share` allows a shorter wait."""
+"""Longest wait of a short prompt, in seconds. It applies if `wait_share` allows only a shorter wait. See
+`_max_lost_seconds`."""
 
 
 class TierLoader:
@@ -129,7 +131,8 @@ class TierLoader:
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Return whether it is faster to load `tokens` tokens in `seconds` than to compute them. `all_tokens` is the
-        number of all missing tokens of the prompt. Returns True if nothing was measured.
+        number of all missing tokens of the prompt. The time to compute `tokens` is the time for all of them, minus
+        the time for the others. Returns True if nothing was measured.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -174,7 +177,8 @@ class TierLoader:
         )
 
     def _collect(self, job: LoadJob) -> None:
-        """Record arrived chunks in order. If a chunk is incomplete, the later chunks are cancelled."""
+        """Record arrived chunks, from the end of the prompt to its start. If a chunk is incomplete, cancel the
+        remaining chunks. They are not cancelled if no chunk has arrived completely and the model has no states."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -188,8 +192,8 @@ class TierLoader:
     def _start(self, job: LoadJob) -> None:
         """Request the pages of a job from tiers, in chunks.
 
-        If the request must load all pages, these pages form one chunk. Otherwise the first chunk begins at
-        `_first_token`, because the request computes the earlier tokens meanwhile.
+        If the request must load all pages, these pages form one chunk. Otherwise pages before `_first_token` are not
+        requested, because the request computes these tokens meanwhile.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
@@ -238,12 +242,12 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
-        computed from its start. The result is halfway from the cached prefix to the position where both are
-        expected to meet.
+        computed from its start. The result is halfway between the end of the cached prefix and the position where
+        computed and loaded tokens are expected to meet.
 
         If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan. Nothing is
-        loaded then. Returns the end of the cached prefix if the request can wait or must not be stored, or if too
-        little was measured. All missing pages are loaded then.
+        loaded then. Returns the end of the cached prefix if the request can wait, if its pages must not be stored, or
+        if too little was measured. All missing pages are loaded then.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -328,9 +332,9 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages as one chunk that begins at token `first`. A page is given as (i, j): page j of the group
-        `missing[i]`. Pages that another job already loads are not requested twice, and both jobs wait for that
-        transfer.
+        """Request pages as one chunk that begins at token `first`. Each of `pages` is given as (i, j): page j of the
+        layer group `missing[i]`. Pages that another job already loads are not requested twice, and both jobs wait for
+        that transfer.
         """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}
@@ -357,7 +361,7 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers. There is one batch for each page that a block owns in the
-        layer group."""
+        """Return missing pages as objects for tiers. If a block owns several pages in the layer group, the result has
+        one entry for each. The first entry has the first page of every block, and so on."""
         group = pages.group.index
         return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]

@@ -18,8 +18,8 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Copies pages of host memory into units, in background threads. If host memory has no space for a unit, it is left
-    out.
+    """Copies pages in host memory to units in the same host memory, in background threads. If host memory has no
+    space for a unit, the unit is left out.
     """
 
     def __init__(self, host: HostTier, forms: Mapping[Form, UnitForm]) -> None:

@@ -46,7 +46,8 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that continues `slot` with one more token of its `candidates`."""
+    """A beam that continues the beam in `slot` with `token`, one of its `candidates`. `total` is the cumulative
+    log-probability of the new beam."""
 
     slot: S
     token: int
@@ -68,7 +69,7 @@ class Successor(Generic[S]):
 def assign_slots(
     slots: Many[S], successors: Many[Successor[S]]
 ) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
-    """Return the slots without a successor, and the slot of each successor.
+    """Return the slots without a successor, and pairs of each successor with the slot in which it continues.
 
     The first successor of a slot stays in the slot. Its other successors fork into slots without a successor.
     """
@@ -93,7 +94,8 @@ class _Finished:
 
 @dataclass(slots=True, eq=False)
 class BeamSearch(Generic[S]):
-    """A beam search. `slots[0]` is the request. `ends` are the tokens that finish a text."""
+    """A beam search. `slots[0]` is the request. `ends` are the tokens that finish a text. `live` are the slots whose
+    beams continue."""
 
     slots: list[S]
     ends: frozenset[int]
@@ -106,8 +108,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many tokens each beam must offer, its most likely tokens first. At least `width` of these tokens
-        are then not end tokens.
+        """Return how many of its most likely tokens each beam must offer. With this number, at least `width` of the
+        tokens are not end tokens. `ends` is the number of different end tokens.
         """
         return width + max(width, ends)
 

@@ -15,7 +15,8 @@ __all__ = ["Detokenizer", "TextStream"]
 CONTEXT = 6
 """Number of prompt tokens decoded together with the first new token, because some decoders drop a leading space."""
 CHARACTER_PARTS = 3
-"""Largest number of tokens of a character before its last token. A character has up to four bytes."""
+"""Largest number of tokens of a character before its last token. A character has up to four bytes, and each byte may
+be a separate token."""
 MAX_HELD_TOKENS = 16
 """Largest number of tokens held back for an incomplete character. If there are more, they are not a character and are
 returned.

@@ -39,7 +39,7 @@ from .params import StructureKind
 __all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Grammars", "collect", "fill"]
 
 FAST_COMPILES = 2
-"""Number of grammars that compile at the same time."""
+"""Largest number of grammars that compile at the same time at normal priority."""
 FAST_SECONDS = 0.5
 """A compilation that takes longer than this many seconds continues at the lowest priority, and the next compilation
 starts."""
@@ -353,7 +353,7 @@ class Grammar:
 class Grammars:
     """The grammars of one tokenizer, which must be a fast Hugging Face tokenizer. Not thread-safe.
 
-    `eos` are the end-of-sequence tokens. The first grammar starts the processes.
+    `eos` are the end-of-sequence tokens. The parent process starts with the first grammar.
     """
 
     def __init__(self, tokenizer: Any, eos: Iterable[int] = (), limits: GrammarLimits | None = None) -> None:
@@ -423,7 +423,7 @@ class Grammars:
     def poll(self, seconds: float | None = 0.0) -> None:
         """Send queued operations, read answers, and fail grammars that exceed a limit.
 
-        Waits up to `seconds` for an answer. With None, waits until a limit could be exceeded.
+        Waits up to `seconds` for an answer, or up to 0.05 seconds if `seconds` is None.
         """
         for grammar in list(self._live.values()):
             grammar.flush()
@@ -551,8 +551,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return the last grammar in the list of the tenant that has the most grammars in the list. If several
-        tenants have equally many, return the last grammar of any of these tenants.
+        """Find the tenant with the most grammars in the list, and return the last of its grammars. If several tenants
+        have equally many, return the last grammar in the list that belongs to any of them.
         """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())

@@ -33,8 +33,8 @@ __all__ = ["COMMAND", "FRAME", "NEWS", "memory_used"]
 COMMAND = struct.Struct("<cq")
 """Engine to parent: F (fork, with the child's socket), K (kill) or N (nice 19), and the child's key."""
 NEWS = struct.Struct("<cqi")
-"""Parent to engine: R (ready, with the words of a mask), X (cannot start, with the length of the error text that
-follows), or E (key and wait status of an ended child).
+"""Parent to engine: R (ready, with the number of words in a mask), X (cannot start, with the length of the error text
+that follows), or E (key and wait status of an ended child).
 """
 FRAME = struct.Struct("<II")
 """Header of each frame on a child's socket: bytes of JSON, bytes of masks."""
@@ -46,7 +46,8 @@ PARALLEL_MASKS = 8
 """If a frame has at least this many masks, threads share the work."""
 THREADS = 4
 SHARED_LIMIT = 32
-"""One CPU limit applies to this many operations of a frame. Larger frames get proportionally more time."""
+"""A frame with up to this many operations may take `seconds` of CPU time. Larger frames get proportionally more time.
+"""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Whitespace that JSON may contain, unless the schema sets it. If any whitespace were allowed, a small model might
 generate only spaces."""

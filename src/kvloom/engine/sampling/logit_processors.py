@@ -66,7 +66,8 @@ class TokenCounts:
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Lower the logits of a request's tokens in place.
+    """Lower the logits of tokens that already occur in their requests, in place. Each of `rows` is a row number of
+    `logits`, with the parameters and token counts of its request.
 
     `repetition_penalty` applies to tokens of prompt and output. Presence and frequency penalties apply to tokens of
     the output."""
@@ -93,8 +94,8 @@ def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) ->
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Set the logits of some tokens to minus infinity, in place, so that these tokens are never sampled. `rows` has
-    pairs of a tensor row of `logits` and its masked tokens."""
+    """Set the logits of some tokens to minus infinity, in place, so that these tokens are never sampled. Each of
+    `rows` is a row number of `logits`, with the tokens to mask in this row."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:
@@ -102,8 +103,8 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """In the tensor rows `rows` of the logits, mask all tokens whose bit is not set, in place. A word of `bits`
-    ([rows, words]) has the bits of 32 tokens. Tokens beyond the last word are masked.
+    """Mask tokens in the rows `rows` of the logits, in place: all tokens whose bit in `bits` ([rows, words]) is not
+    set. A word has the bits of 32 tokens. Tokens beyond the last word are masked.
     """
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)

@@ -25,7 +25,8 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities for some requests of a step (`rows`): the sampled tokens, their values and ranks ([rows]).
+    """Log-probabilities for some rows of a step's logits. `rows` are the indexes of these rows. `chosen` are the
+    sampled tokens, with their log-probabilities (`values`) and `ranks` (each [rows]).
 
     `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number of top
     tokens that each request asked for.
@@ -56,8 +57,8 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """Start a copy to the host and return the copy. The copy is valid after the device has passed this point.
-        If the data is already on the host, returns `self`.
+        """Start a copy to the host and return the copy. The copy is valid once the device has executed all work that
+        was launched up to the end of this call. If the data is already on the host, returns `self`.
         """
         if not self.values.is_cuda:
             return self

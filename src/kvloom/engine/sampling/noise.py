@@ -2,9 +2,9 @@
 
     seed, count ──host──▶ two words per request ──device──▶ hash with each index ──▶ Gumbel noise [requests, vocabulary]
 
-The maximum of logits + Gumbel noise is a sample from the softmax of the logits. The sample of a request therefore
-does not depend on the batch, its index in the batch, or the device. All operations except the last use integers.
-The functions do not wait for the device.
+The token with the largest sum of logit and Gumbel noise is a sample from the softmax of the logits. The noise depends
+only on the hash, so the noise of a request is the same in every batch, at every index in the batch. The hash uses
+only integers, so it is also the same on every device. The functions do not wait for the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MASK = (1 << 64) - 1
 
 
 def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return two words per request ([requests, 2]), computed from its seed (any integer) and its number of sampled
-    tokens."""
+    """Return two 32-bit words per request ([requests, 2]), computed from its seed (any integer) and its number of
+    sampled tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
     # A seed of zero must have an effect. The second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
@@ -32,14 +32,15 @@ def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Return one word for each index of the vocabulary ([vocabulary], int32). Reuse the result."""
+    """Return one word for each index of the vocabulary ([vocabulary], int32). The result is always the same, so store
+    it."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 
 
 def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """Return finite Gumbel noise ([requests, indexes], float32). `rows` is the result of `row_words`. `indexes` is
-    the result of `index_words`, the same for all requests or a separate line for each."""
+    """Return finite Gumbel noise ([requests, tokens], float32). `rows` is the result of `row_words`. `indexes` are
+    the words of `index_words` for the tokens: [tokens] for all requests, or [requests, tokens]."""
     words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
     for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)

@@ -34,7 +34,7 @@ INTEGERS = (
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar", "slo"]
 """Why a request finished. "no_room": the whole pool is too small for it. "grammar": the grammar allows no token of
-the vocabulary, or exceeded a limit on time or memory.
+the vocabulary, or exceeded a limit on time or memory. "slo": the request could not meet its objective.
 """
 
 StructureKind = Literal["json_schema", "regex", "grammar"]

@@ -4,7 +4,8 @@ one request, or to one draft position of a request.
     logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
                                                            └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
 
-The parameters become small tensors, which are built once for each set of requests. The tokens stay on the device.
+"cut" removes the tokens that `top_k`, `top_p` and `min_p` exclude. The parameters become small tensors, which are
+built once for each set of requests. The tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""Possible numbers of most likely tokens to sort. A request uses the smallest width that is at least twice its
-`top_k`. Tokens whose logit equals the logit of the last allowed token then also fit.
+"""Numbers of most likely tokens to sort, for requests with `top_k`. A request uses the smallest width that is at
+least twice its `top_k`. There is then space for tokens whose logit equals the logit of the last allowed token.
 """
 
 
@@ -212,7 +213,8 @@ class Sampler:
         self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of tokens for each row of `draw`: scaled logits plus noise, and minus infinity for tokens
-        that the row may not sample. Also return the ids of these tokens, or None for all tokens in order."""
+        that the row may not sample. Also return the token ids that belong to the scores, or None if a row has the
+        scores of all tokens in order."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature

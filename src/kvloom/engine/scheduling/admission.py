@@ -30,8 +30,8 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""The projection assumes that a long request uses at most 1 / LONG_SHARE of the pool, because its other pages can
-become cold.
+"""The projection assumes that a long request (see `offload/cold_pages.py`) uses at most 1 / LONG_SHARE of the pool,
+because its other pages can become cold.
 """
 LAG = 2
 """The pages of a finished request count as in use for this many more steps, because in-flight steps may still use them.
@@ -147,11 +147,12 @@ class Admission:
 
         | array         | contents                                                                                  |
         |---------------|-------------------------------------------------------------------------------------------|
-        | [4, requests] | tokens after the prompt, expected final tokens, cached tokens, tokens left to decode       |
+        | [4, requests] | tokens after prefill, expected final tokens, cached tokens, tokens left to decode           |
         | [classes, 1]  | pages of each size class that all requests add from the end of the prompt to their final length |
         | [classes, 1]  | pages of each size class that the prompts of all requests still lack                      |
 
-        Other requests may share the cached tokens.
+        Other requests may share the pages of cached tokens, so these pages are not assumed to become free when the
+        request finishes.
         """
         rest = []
         for request, have, found in requests:
@@ -178,7 +179,7 @@ class Admission:
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
         """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
-        `first` to `ends` tokens. Windowed groups count like full attention.
+        `first` to `ends` tokens. For a windowed group, counts at most one block more than its window grows by.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

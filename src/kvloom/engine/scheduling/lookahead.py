@@ -57,8 +57,9 @@ class Lookahead:
         """Make a running prompt take checkpoints where queued requests diverge from it. Call this before each chunk of
         the prompt, because new requests may have arrived.
 
-        If tiers have pages up to a later position but lack its checkpoint, the prompt also takes a checkpoint at that
-        position. Does nothing for models without windows and states, because they can resume at any position.
+        If tiers have the pages up to a later position but lack the checkpoint there, the prompt also takes a
+        checkpoint at that position. Does nothing for models without windows and states, because they can resume at
+        any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:

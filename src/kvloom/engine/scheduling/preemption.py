@@ -34,10 +34,12 @@ def choose_victim(
     | of the same tenant     | it ranks after `request`, or is a parked beam                                              |
     | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: it arrived later than `request`; it is a parked beam; `request`'s tenant is within its fair share, and its own tenant is not |
 
-    If `request` would exceed the quota of its tenant, only requests of the same tenant are candidates.
-    `excess(request)` returns the bytes that the tenant of a request uses above its fair share. If the tenant of
-    `request` is within its share, the candidate whose tenant has the largest excess is chosen. Otherwise, and among
-    equals, the last in rank is chosen.
+    A parked beam waits for the other beams of its search. The guaranteed share of a tenant follows from the weights
+    of all tenants (see `Tenant`). The fair share follows from the weights of the tenants that have requests now. If
+    `request` would exceed the quota of its tenant, only requests of the same tenant are candidates. `picked` is the
+    work of this step. `excess(request)` returns the bytes that the tenant of a request uses above its fair share. If
+    the tenant of `request` is within its share, the candidate whose tenant has the largest excess is chosen.
+    Otherwise, and among equals, the last in rank is chosen.
     """
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}

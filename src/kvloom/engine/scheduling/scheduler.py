@@ -42,8 +42,8 @@ __all__ = ["Scheduled", "Scheduler"]
 
 UNKNOWN = np.array([-1])
 MAX_ROOTS = 64
-"""Largest number of roots (tenants and adapters) for which a miss is compared with other tenants. Each root costs a
-tree walk.
+"""A miss is compared with the cached prefixes of other tenants only if the radix tree has at most this many roots.
+Each combination of tenant and adapter has a root, and each root costs a tree walk.
 """
 MAX_PROMPT_LOGPROBS = 256
 """Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
@@ -51,8 +51,8 @@ MAX_DEFERRED = 32
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
 costs a match."""
 MAX_WITHOUT_SLOT = 256
-"""Largest number of requests that a step passes over because they lack a slot for their adapter, or because of other
-deferred requests."""
+"""If a request lacks a slot for its adapter, and the step has already deferred this many requests for any reason, the
+step admits no more requests."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
 MAX_PREEMPTED = 16
@@ -79,7 +79,8 @@ class Scheduler:
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
         self.running: list[Request] = []
         self.rejected: list[Request] = []
-        """Requests that finished because the pool is too small. The engine returns and removes them."""
+        """Requests that finished because the pool is too small, or because they were deferred and could not meet
+        their objective. The engine returns and removes them."""
         self.started_requests: list[Request] = []
         """Requests that got their first work in the last step."""
         self.decoding = 0
@@ -259,7 +260,7 @@ class Scheduler:
         below: tuple[float, float] = (inf, inf),
     ) -> int:
         """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
-        `below` are considered.
+        `below` are considered. `empty` means that no request ran when the step began.
 
         A request stays in the queue if another request computes or loads its next block (`next_blocks`). It also
         stays if another request will take a checkpoint at which it can resume. No page is therefore computed or
@@ -335,8 +336,8 @@ class Scheduler:
         return budget
 
     def _adapters_in_use(self) -> Counter[str]:
-        """Return the number of running requests of each adapter, by digest. Finished requests that the next step settles
-        count, too. O(running)."""
+        """Return the number of running requests of each adapter, by digest. Finished requests count, too, while their
+        last recurrent states are still to be computed (see `_close`). O(running)."""
         used = chain(self.running, (request for request, _ in chain(self._settling, self._unsettled)))
         return Counter(request.adapter.digest for request in used if request.adapter is not None)
 
@@ -367,8 +368,9 @@ class Scheduler:
         deferred: list[Request],
     ) -> bool:
         """Return whether a request stays in the queue because of another request. The other request computes or loads
-        its next block, or will take a checkpoint. At most MAX_DEFERRED requests of a step stay in `deferred`. A
-        request that can wait behind the other request moves there.
+        its next block, or will take a checkpoint at which this request can resume. If the other request loads the
+        block, this request leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise at most
+        MAX_DEFERRED requests of a step stay in `deferred`.
         """
         if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
             if self._queue.wait_behind(waiting, next_block):
@@ -506,8 +508,8 @@ class Scheduler:
         """Exclude a tenant from admission in this step, by adding it to `passed`, because its next request lacks pages.
         Return whether other tenants may still be admitted.
 
-        If the step has work already, all tenants that use their guaranteed share are excluded too. Otherwise they would
-        take the pages that become free.
+        If the step has work already, all tenants that use at least their guaranteed share are excluded too. Otherwise
+        they would take the pages that become free.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
@@ -570,8 +572,8 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Append the sampled tokens of a step to their requests. Also commit the tokens that are input of the next step
-        (`after`).
+        """Append the sampled tokens of a step to their requests. `after` is the work of the next step, if that step
+        is already launched. Sampled tokens that are its input are committed.
         """
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
@@ -588,7 +590,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def commit_drafts(self, request: Request) -> None:
-        """Commit the accepted draft tokens of a request. States stay before the draft."""
+        """Commit the accepted draft tokens of a request. Recurrent states stay at the position before the draft. The
+        next step computes the accepted tokens again in recurrent layers."""
         sequence = request.sequence
         if sequence is not None and (tokens := request.tokens[sequence.length : request.computed]):
             sequence.commit(
@@ -631,8 +634,8 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Make `child` continue `request` on the same pages. If the cache has no free sequence or state page, the
-        child waits and recomputes the tokens.
+        """Make `child` continue `request` on the same pages. If `max_running` requests run, or if the cache has no
+        free sequence or state page, the child waits and recomputes the tokens.
         """
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
@@ -771,8 +774,8 @@ class Scheduler:
                 self._reserve(request, 1, picked, places)
 
     def _drafted_work(self, request: Request, draft: list[int]) -> Work:
-        """Return the work of a decoding request with a draft. It begins with the tokens that recurrent layers compute
-        again."""
+        """Return the work of a decoding request with a draft, which may be empty. The work begins with the tokens
+        that recurrent layers compute again."""
         sequence = request.sequence
         assert sequence is not None
         replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
@@ -975,6 +978,6 @@ def _fitting(request: Request, count: int) -> int:
 
 
 def _blocks_in_pool(request: Request, block_tokens: int) -> int:
-    """Return the full blocks of a running request that are in the pool."""
+    """Return the number of full blocks of a running request that are in the pool."""
     assert request.sequence is not None
     return request.sequence.length // block_tokens - request.sequence.cold_blocks

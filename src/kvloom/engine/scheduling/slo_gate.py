@@ -65,8 +65,8 @@ class SloGate:
         """Decide whether a request with an objective is admitted, deferred or refused. A refused request gets the
         reason.
 
-        `limits` are the maximum prompt tokens and requests of a step. The gate holds a deferred request, and also a
-        request whose lookup in tiers is not complete.
+        `limits` are the largest numbers of prompt tokens and of requests in a step. `growth` estimates the lengths of
+        outputs. The gate holds a deferred request, and also a request whose lookup in tiers is not complete.
         """
         slo, now = request.slo, self._cache.clock.now()
         assert slo is not None
@@ -233,7 +233,8 @@ class SloGate:
 
 
 def _seconds_left(request: Request, now: float) -> float:
-    """Return the seconds until the first token of a waiting request is due."""
+    """Return the seconds until the first token of a waiting request is due. Infinite if the request has no TTFT
+    objective, or has a deadline."""
     slo = request.slo
     if slo is None or slo.objective.ttft_ms is None or slo.objective.deadline_ms is not None:
         return math.inf

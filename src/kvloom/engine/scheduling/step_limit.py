@@ -34,7 +34,7 @@ class StepLimit:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of the next step, at least one."""
+        """The largest number of prompt tokens, and also of decoding requests, in the next step. At least one."""
         if self._speed is None:
             return self._most
         fitting = int(self._speed * SHARED_SECONDS) // LEAST_TOKENS * LEAST_TOKENS

@@ -2,8 +2,8 @@
 pages as another request.
 
 Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of
-computed tokens divided by the tenant's weight. A tenant without waiting requests earns no credit. This module does
-not use the cache.
+computed tokens divided by the tenant's weight. A tenant gains no advantage from a time without waiting requests. This
+module does not use the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvloom.engine.request import Request
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
 NextBlock = tuple[str, str, str, bool, bytes]
-"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content."""
+"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content. The content is all tokens
+up to the end of the block, and the digests of their images."""
 
 
 UNWEIGHTED = 1 / 16
@@ -196,8 +197,8 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return the length of the prefix that `other` shares with `one`, in tokens of whole blocks. `other` could resume
-    there after `one` has computed it. `one` has computed its tokens before `start`.
+    """Return the number of tokens in the prefix that both requests share, rounded down to whole blocks. `one` has
+    computed its tokens before `start`. When `one` has computed the whole prefix, `other` can resume at its end.
 
     Returns 0 if the two requests differ in the block at `start`, or if `other` cannot use cached pages of `one`.
     Also returns 0 if `other` begins with all tokens of `one`.

@@ -9,7 +9,7 @@ use.
     token_index.py   TokenIndex: where n-grams occur in a growing list of tokens
     verifier.py      draft_positions, accepted_places: find the draft tokens that the sampler chooses
     controller.py    Controller: how many draft tokens a request gets, and when speculation is off
-    speculation.py   Speculation: the engine's entry; counters
+    speculation.py   Speculation: the interface for the engine, and counters
 
 A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Draft tokens are
 accepted up to the first token that differs from the sample. A draft may be a tree, of which one path is accepted. The

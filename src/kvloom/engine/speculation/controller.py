@@ -2,8 +2,9 @@
 
     cost        the measured seconds of decode steps of each size, and of a proposer's drafts
     estimate    the probability that a proposer has a draft for a request, and that one more draft token is accepted:
-                moving averages for each request and proposer. For trees of heads, the accepted tokens divided by the
-                sum of the chances that the head gives to the nodes
+                moving averages for each request and proposer. A head gives each node of a tree a chance, which is a
+                probability of acceptance. For trees, the estimate is the number of accepted tokens divided by the
+                sum of these chances
     length      the draft lengths with the most expected tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
@@ -32,8 +33,8 @@ with drafts, MEASURED_STEPS steps run without drafts, so that their time is meas
 """
 MEASURED_STEPS = 3
 REVIEW_STEPS, RISE = 8, 0.1
-"""While a proposer is off, the estimates are compared every REVIEW_STEPS steps. If they are higher by RISE, the
-controller decides again.
+"""While a proposer is off, its estimates are compared every REVIEW_STEPS steps with those at the time when it was
+turned off. If they are higher by RISE, the controller decides again.
 """
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
@@ -48,10 +49,10 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 @dataclass(slots=True)
 class Estimate:
     """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
-    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages. For drafts
-    with `chances`, `chance` is the number of accepted tokens divided by the sum of the chances.
-    `unused` has the position and the tokens of a draft that no step verifies. A review compares it with the output
-    instead.
+    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages. For
+    drafts with `Draft.chances`, `chance` is the number of accepted tokens divided by the sum of these chances.
+    `unused` is the position and the tokens of a draft that was made while the proposer is off. No step verifies this
+    draft. A review compares it with the output that the request generates.
     """
 
     chance: float = PRIOR
@@ -110,8 +111,8 @@ class Acceptance:
         self._overall.setdefault(proposer, Estimate()).observe_tree(sum(draft.chances), accepted)
 
     def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
-        """Return the estimate of a request (`known`). A request without an estimate gets the estimate of the
-        proposer."""
+        """Return the request's own estimate from `known`. If there is none, add a copy of the proposer's estimate to
+        `known`."""
         if proposer not in known:
             known[proposer] = replace(self._overall.setdefault(proposer, Estimate()))
         return known[proposer]
@@ -165,8 +166,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that is off: the number of steps since then, and the number of requests and the mean value of their
-    estimates when it was turned off."""
+    """A proposer that is off. `requests` and `value` are the number of requests, and the mean value of their
+    estimates, when it was turned off. `steps` is the number of steps since then."""
 
     requests: int
     value: float
@@ -182,7 +183,8 @@ class Controller:
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
         self.costs = StepCosts()
-        """Seconds of plain steps. On a GPU the next step is launched before the tokens arrive."""
+        """Seconds of plain steps, which have no drafts and for which the engine does not wait. On a GPU the next step
+        is launched before their tokens arrive."""
         self._waiting = StepCosts(
             self.costs
         )  # seconds of steps that the engine waits for, with or without drafts
@@ -211,8 +213,8 @@ class Controller:
         """Count a step. Return the lookups that should be reviewed now. `estimates` are the estimates of each request,
         by proposer.
 
-        If the number of requests has doubled or halved, or if the mean value of their estimates has risen by RISE, the
-        controller decides again about a proposer that is off."""
+        The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
+        halved, or the mean value of their estimates has risen by RISE."""
         self._since_plain = self._since_plain + 1 if self.wants_drafts else 0
         self._measuring = max(0, self._measuring - 1)
         count, due = len(estimates), []
@@ -248,7 +250,7 @@ class Controller:
 
         `estimates` has the estimate of each request, and `most` the length of its longest possible draft. All
         drafts together have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
-        `replays` states that recurrent layers compute accepted tokens again in the next step.
+        `replays` means that recurrent layers compute accepted tokens again in the next step.
         """
         count, plain = len(estimates), len(estimates) + others
         none = [0] * count
@@ -316,7 +318,8 @@ class Controller:
             self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
 
     def observe_chances(self, proposer: str, drafts: Iterable[Draft]) -> None:
-        """Update the mean chances of the nodes of a proposer's trees, from the best node to the worst."""
+        """Update the mean chances (probabilities of acceptance) of the nodes in a proposer's trees: of the best node,
+        of the second best node, and so on."""
         by_rank = self._chances.get(proposer, [])
         for draft in drafts:
             for rank, chance in enumerate(draft.chances):

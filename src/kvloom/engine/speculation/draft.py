@@ -22,8 +22,8 @@ __all__ = ["NO_DRAFT", "Draft"]
 class Draft:
     """Draft tokens of a request. A request with a grammar also has the state of the grammar after each draft token.
 
-    `parents` are the indexes of the parents of a tree, -1 for the request's last token. Empty for a chain. `chances` are
-    the estimated probabilities that the nodes are accepted, and may be empty.
+    In a tree, `parents` has the index of each node's parent, or -1 for the request's last token. In a chain,
+    `parents` is empty. `chances` are the estimated probabilities that the nodes are accepted, and may be empty.
     """
 
     tokens: list[int]
@@ -66,7 +66,7 @@ class Draft:
         return accepted
 
     def best_path(self) -> Draft:
-        """Return the chain of the first child of each node."""
+        """Return the chain from the request's last token through the first (most likely) child of each node."""
         nodes: list[int] = []
         for node in range(len(self.tokens)):
             if self.parent(node) == (nodes[-1] if nodes else -1):
@@ -74,7 +74,7 @@ class Draft:
         return self._only(nodes, chain=True)
 
     def select(self, wanted: Set[int]) -> Draft:
-        """Return the draft with those of its nodes that are in `wanted`, and whose ancestors are, too."""
+        """Return the draft with only those nodes that are in `wanted`, and whose ancestors are all in `wanted`."""
         nodes: list[int] = []
         kept = {-1}
         for node in range(len(self.tokens)):

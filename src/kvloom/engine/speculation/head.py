@@ -9,12 +9,14 @@ differ:
 
 The pages of a head therefore depend only on the tokens. Drafts after a cache hit are as good as after a miss.
 
-A head can also draft trees. Run d computes the most likely nodes of depth d, and gives the chances of their children:
+A head can also draft trees. Run d computes the most likely nodes of depth d, and gives the chances (probabilities) of
+their children:
 
     run 0: the request's last token → children     run 1: its best children → grandchildren     …
 
-Nodes are ranked by the product of the chances on their path, and the best nodes of all depths are the draft. A run also
-computes the earlier nodes again, because one row contains the whole tree. After each run the host reads the chances.
+Nodes are ranked by the product of the chances on their path, and the best nodes of all depths are the draft. A run
+also computes the earlier nodes again, because the input of a request always contains the whole tree. After each run
+the host reads the chances.
 """
 
 from __future__ import annotations
@@ -113,8 +115,9 @@ class HeadProposer(DraftModelProposer):
 
 
 class _Tree:
-    """A tree that grows. `nodes` are the candidates: the logarithm of the chance, the index of the parent, the token and
-    the depth. `computed` are the nodes that the head computes, and `current` those of the current run."""
+    """A draft tree while it grows. `nodes` are the candidates for the draft, each as (logarithm of its chance, index
+    of its parent, token, depth). `computed` are the nodes that the head computes, and `current` those of the current
+    run."""
 
     def __init__(self, request: DraftedRequest, count: int) -> None:
         self.request, self.row, self._count = request, SampledRow(request), count
@@ -146,7 +149,7 @@ class _Tree:
         return bool(self.current)
 
     def work(self) -> Work:
-        """Return the input of the head: all computed nodes. The last ones are current."""
+        """Return the input of the head: all nodes in `computed`. The nodes of the current run come last."""
         index = {-1: -1} | {node: i for i, node in enumerate(self.computed)}
         assert self.request.sequence is not None
         return Work(

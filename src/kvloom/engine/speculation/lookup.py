@@ -18,7 +18,8 @@ from .token_index import LONGEST_MATCH, TokenIndex
 __all__ = ["NGramProposer", "SuffixProposer"]
 
 MOST_PAST_TOKENS = 1 << 18
-"""Past answers of a tenant and adapter are indexed in two generations. Each generation has at most this many tokens."""
+"""Past answers of a tenant and adapter are indexed in two generations. If the newer generation has more than this
+many tokens, the older one is dropped and a new one begins."""
 SEPARATOR = (1 << 21) - 1
 """Separates two past answers in an index. No token has this id, so a match never spans two answers."""
 

@@ -61,8 +61,8 @@ class Proposer(Protocol):
     def propose(
         self, requests: Sequence[DraftedRequest], counts: Sequence[int]
     ) -> Sequence[list[int] | Draft]:
-        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means
-        that there is no draft. A list is a chain."""
+        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. A list of tokens is a
+        chain, and a `Draft` may be a tree. An empty list means that there is no draft."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:

@@ -47,8 +47,9 @@ def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft (depth in a
-    tree)."""
+    """Counts of verified drafts. `steps` is the number of steps with drafts, `rows` the number of drafts, and
+    `tokens` the number of tokens that they gave: the accepted tokens, and one sampled token per draft. `proposed` and
+    `accepted` count draft tokens by position in the draft (depth in a tree)."""
 
     steps: int = 0
     rows: int = 0
@@ -139,7 +140,9 @@ class Speculation:
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
     ) -> list[tuple[DraftedRequest, list[int] | Draft]]:
-        """Return the drafts of one proposer. The controller chooses their lengths."""
+        """Return the drafts of one proposer. The controller chooses their lengths. `waiting` has the requests without
+        a draft, each with the length of its longest possible draft. All drafts together have at most `left` tokens.
+        `others` is the number of tokens of other requests in the step."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
         if self.tree_nodes and proposer.name in HEADS:
             longest = self.tree_nodes
@@ -218,8 +221,8 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, draft: Draft) -> Draft:
-        """Return the draft without the tokens after one that ends the output. With a grammar, the end is removed, too,
-        and the grammar masks after each draft token are requested.
+        """Return the draft without the tokens that follow an end token (an end-of-sequence or stop token). With a
+        grammar, the end token is removed, too, and the grammar masks after each remaining draft token are requested.
         """
         params, structure, sequence = request.params, request.structure, request.sequence
         if draft.parents and sequence is not None and sequence.cache.has_states:
@@ -257,8 +260,8 @@ class Speculation:
     def add_trees(
         work: Sequence[tuple[R, Work]], drafts: dict[int, Draft], supported: bool
     ) -> list[tuple[R, Work]]:
-        """Return scheduled work with the trees of its drafts. If the step does not support trees, replace each tree by
-        its best path, also in `drafts`."""
+        """Return scheduled work to which the parents of draft trees are added. If the step does not support trees
+        (`supported` is False), each tree is replaced by its best path, in the work and in `drafts`."""
         shaped = []
         for request, part in work:
             if part.drafts and (draft := drafts[id(request)]).parents:

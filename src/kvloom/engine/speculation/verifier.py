@@ -10,8 +10,9 @@ child that equals the sampled token, until no child equals it.
 
 Sampling at position j uses the request's seed and the number of tokens before the position. Penalties, masks and
 grammar are applied for the tokens before the position. An accepted token is therefore the token that plain decoding
-samples. A fixed draft token is accepted with the target's probability of that token, as in rejection sampling. A draft
-model samples with the same noise (`noise.py`), so that both models choose the same token if their distributions agree.
+samples. A draft token that does not depend on the noise is accepted with the target's probability of this token, as
+in rejection sampling. A draft model samples with the same noise (`noise.py`), so that both models choose the same
+token if their distributions agree.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def draft_positions(
 
 
 def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[list[int]]:
-    """Return, for each request, the indexes of its accepted tokens in the sampled `tokens`. There is at least one."""
+    """Return, for each request, the indexes of its accepted tokens in the sampled `tokens`. The first is always the
+    token that was sampled after the request's last token."""
     places, start = [], 0
     for draft in drafts:
         end = start + len(draft.tokens) + 1
