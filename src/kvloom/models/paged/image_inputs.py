@@ -74,8 +74,9 @@ class ImageInputs:
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the pages of these images.
-    `real` marks which token positions in the pages contain image tokens."""
+    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the page ids of these
+    images, with one column for each page of a block. `real` marks which token positions in the pages contain image
+    tokens."""
 
     count: int
     pages: torch.Tensor
