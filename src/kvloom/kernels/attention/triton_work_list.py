@@ -12,7 +12,7 @@ KV head processes it:
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        units of a lane = ceil(units / lanes)
 
 All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
-units, which are added to the number of units of the tile. The result of a tile inside one lane is written to the
+units, so TOLL is added to the number of units of each tile. The result of a tile inside one lane is written to the
 output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different
 for every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph
 works for any lengths.
@@ -118,9 +118,9 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With
-    BEGIN, shared segments cover the first tokens of a sequence. Its own segment then starts at its value in
-    `begin`. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
+    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
+    shared segments cover the first tokens of a sequence, and its own segment starts at token `begin[sequence]` or
+    later. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -205,8 +205,8 @@ def _join(
     PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
     HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of one query row to a running softmax. The query row is in a tile whose tokens
-    several lanes read."""
+    """Add all partial results of one query row to a running softmax. Every lane that reads tokens of the row's tile
+    has written one partial result."""
     tile = row // BM
     begin = base + tile * units
     last = (begin + units - 1) // stretch
@@ -255,7 +255,8 @@ def merge_split(
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for
-    each boundary between lanes, head and query row. A sequence that sees no token gets zeros.
+    each combination of a boundary between lanes, a KV head and a query row of a tile. A sequence that sees no token
+    gets zeros.
 
     A tile may cross several boundaries. Only the program of the first boundary merges the tile, and the others
     return. Programs are small, so that all of them can wait on the device while the previous launch runs.

@@ -22,7 +22,7 @@ Sequences run in parallel. A page that one sequence writes must not be read or w
 call. The caller therefore splits a prompt at its snapshots and makes one call per part. The last state of a
 sequence without tokens is its first state. Batch-invariant calls run token by token, and the state is rounded to
 the dtype of its page after every token. Decode steps run faster in a separate call than together with long
-sequences. The outputs of tokens after the last start are undefined.
+sequences. Tokens after the last value of `starts` are padding, and their outputs are undefined.
 """
 
 from __future__ import annotations
