@@ -126,8 +126,9 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The size and launch parameters of a block: number of query rows (`rows`), tokens read at a time (`tokens`),
-    warps, stages, programs per multiprocessor, and an optional register limit."""
+    """The size and launch parameters of a block. A block has `rows` query rows, and reads `tokens` tokens at a time.
+    `programs_per_processor` programs run on a multiprocessor, with `warps` warps and `stages` pipeline stages each.
+    `registers` limits the registers of a thread."""
 
     rows: int
     tokens: int
@@ -213,8 +214,8 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks (groups of query rows) of the `chosen` sequences, longest
-    first; the list of merges of split blocks; and the number of slots for partial results.
+    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list of
+    merges of split blocks; and the number of slots for partial results. A block is a group of query rows.
 
     Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV
     heads, and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last
@@ -282,9 +283,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Every array has one value per copy: the line of the block table
-    (`table_rows`), the token range in the pages ([begins, ends)), the first token in the target (`into`), and the
-    number of tokens in the target (`sizes`). If the token range is shorter than the size, zeros fill the rest."""
+    """Return the copy list for `gather_pages`. Every array has one value per copy. Line `table_rows` of the block
+    table has the pages. The tokens [begins, ends) are copied to token `into` and later tokens of the target. A copy
+    has `sizes` tokens in the target. If it has fewer tokens in the pages, zeros fill the rest."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)

@@ -124,8 +124,9 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call, as arrays with one value per sequence: index in q of the first query, number of
-    queries, number of tokens before the queries, number of all tokens."""
+    """The sequences of a call, as arrays with one value per sequence. `begins` is the index in q of the first query,
+    and `queries` the number of queries. `context_lengths` is the number of tokens before the queries, and `lengths`
+    the number of all tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 

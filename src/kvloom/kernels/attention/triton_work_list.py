@@ -313,9 +313,12 @@ def plan_sources(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the segments (token ranges of the work list) that contain results of each query token: first its own
-    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are: its
-    units (0 if there is no segment), the units before it, the tiles before it, and the index of the token in the
-    segment.
+    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. Each segment has four numbers:
+
+    - its units, or 0 if there is no segment,
+    - the units before it,
+    - the tiles before it,
+    - the index of the token in the segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
     query in that segment.
@@ -353,8 +356,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge, for each query token and head, the results of its own segment (token range of the work list) with the
-    results of every shared segment that it reads."""
+    """Merge the results of each query token and head. A query token has results in its own segment (token range of
+    the work list), and in every shared segment that it reads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

@@ -4,9 +4,8 @@
     expand   out[token] += b[slot] @ low[place]          low is the sum of all splits
 
 Tokens are sorted by slot, and `place` is the place of a token in this order. A tile has M places. A program computes
-the adapters of its tile one after the other. Tokens of an adapter are adjacent, so the number of pairs of tile and
-adapter is less than the number of tiles plus the number of adapters. Programs without adapters return at once. Grids
-depend only on the number of tokens.
+the adapters of its tile one after the other. Tokens of an adapter are adjacent, so there are at most tiles + adapters
+pairs of a tile and an adapter. Programs without adapters return at once. Grids depend only on the number of tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

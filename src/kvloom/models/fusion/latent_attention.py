@@ -1,7 +1,8 @@
 """MLA modules in a few calls: one product for queries and latents, one launch for norm, rotation and writing.
 
 An MLA module (DeepSeek) projects hidden states to queries and to one latent per token. Its own forward launches about
-twenty small kernels per layer. Here a decode step launches four before attention and two after it:
+twenty small kernels per layer. Here a decode step launches three before attention and two after it. If queries also
+have latents, their norm and one more product follow the first product.
 
     product      queries | latents          weights of both projections joined
     write        latents: norm, rotation, pages; queries: rotation of their last dims

@@ -3,8 +3,8 @@ describe.
 
 The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
 replaces the cache and the attention function and records the calls. The probe finds unsupported models before any
-weight is read, for example a model that adds its own mask, or stores data that its config does not describe. The
-probe checks calls and shapes, not values.
+weight is read. For example, a model may add its own mask, or store data that its config does not describe. The probe
+checks calls and shapes, not values.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def _short(name: str) -> str:
 
 
 def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return two dictionaries by layer name: the linear layers that adapters may target, and for all other linear
-    layers of the decoder the reason why adapters may not target them."""
+    """Return two dictionaries by layer name. The first has the linear layers that adapters may target. The second
+    has, for each refused linear layer, the reason why adapters may not target it."""
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     layers: dict[str, nn.Linear] = {}
     refusals: dict[str, str] = {}

@@ -151,7 +151,7 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The tokens of the step as single queries, in two arrays: the index of each token's sequence, and the
+        """The tokens of the step as single queries. Returns two arrays: the index of each token's sequence, and the
         number of tokens that each token sees. None if a sequence has several tokens that are not drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):

@@ -137,7 +137,8 @@ def prepare(model: Any, context: int | None = None) -> None:
 
 def name_kv_sources(model: Any) -> None:
     """Set `kv_source` in the attention modules of layers without K and V of their own. It is the number of the layer
-    whose K and V the module reads: the last layer of the same kind that has K and V. Repeated calls are allowed."""
+    whose K and V the module reads. This is the last layer of the same kind that has K and V. Repeated calls are
+    allowed."""
     config = model.config.get_text_config()
     count = getattr(config, "num_kv_shared_layers", None) or 0
     if not count:

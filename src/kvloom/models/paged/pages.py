@@ -95,8 +95,8 @@ class Pages(EmptyCache):
         piece: int = 0,
         prefix: str = "",
     ) -> None:
-        """If a target and a draft model share the pool, `prefix` selects the layers of one model: "" those of the
-        target, `DRAFT_PREFIX` those of the draft model.
+        """A target and a draft model may share the pool. `prefix` selects the layers of one of them: "" selects those
+        of the target, and `DRAFT_PREFIX` those of the draft model.
 
         `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is not
         0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.

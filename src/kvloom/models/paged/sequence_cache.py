@@ -101,7 +101,8 @@ class SequenceCache:
         return tuple(x.transpose(0, 1)[None].shape for x in self.new_tokens(layer))  # type: ignore[return-value]
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a layer of the cache keeps, including the next one. None means all."""
+        """Return the window of a layer in tokens, including the token that is computed next. None means that the
+        layer keeps all tokens."""
         return getattr(self.cache.layers[layer], "sliding_window", None)
 
     def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:

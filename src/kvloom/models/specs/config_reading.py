@@ -463,8 +463,8 @@ def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def rwkv(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of RWKV: the last inputs of attention and MLP, and a weighted average over all tokens in
-    three parts (numerator, denominator, largest exponent)."""
+    """Return the fields of RWKV: the last inputs of attention and MLP, and a weighted average over all tokens. The
+    average has three parts: numerator, denominator and largest exponent."""
     width = config.size("hidden_size")
     names = ("numerator", "denominator", "maximum")
     return (
