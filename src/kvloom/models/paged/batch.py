@@ -342,7 +342,8 @@ class BatchBuilder:
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
         """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`.
-        The upload includes the changed entries of block tables. Each remaining token is a padding sequence."""
+        The upload includes the changed entries of block tables. Padding sequences of one token each fill the step up
+        to `size` tokens."""
         block = self._padding.get(size)
         if block is None:
             block = self._padding[size] = self._drafted_padding(size)

@@ -104,8 +104,8 @@ def calls_registry(model: Any) -> bool:
 
 
 def separation_reason(model: Any) -> str | None:
-    """Return the reason why the sequences of a step cannot be packed for a model, or None. Such a model runs with
-    transformers' own cache (`own_cache`)."""
+    """Return None if a model can compute the packed sequences of a step. Otherwise return the reason why it cannot.
+    A model with a reason runs with transformers' own cache (`own_cache`)."""
     if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
         return None
     reason = SEPARATE.get(model.config.get_text_config().model_type)
@@ -136,9 +136,9 @@ def prepare(model: Any, context: int | None = None) -> None:
 
 
 def name_kv_sources(model: Any) -> None:
-    """Set `kv_source` in the attention modules of layers without K and V of their own. It is the number of the layer
-    whose K and V the module reads. This is the last layer of the same kind that has K and V. Repeated calls are
-    allowed."""
+    """Set `kv_source` in the attention modules of layers without K and V of their own. `kv_source` is the number of
+    the layer whose K and V the module reads. This is the last layer of the same kind that has K and V. Repeated
+    calls are allowed."""
     config = model.config.get_text_config()
     count = getattr(config, "num_kv_shared_layers", None) or 0
     if not count:

@@ -44,9 +44,9 @@ class HiddenStates:
     def write_last(
         self, batch: Batch, states: torch.Tensor, if_set: torch.Tensor, nodes: torch.Tensor | None = None
     ) -> None:
-        """Write the hidden states of some tokens to pages, if the boolean `if_set` (on the device) is true. These
-        are the last token of each sequence, and the tokens that the mask `nodes` marks. `states` [tokens, size] has
-        the hidden states of all tokens of the step. A CUDA graph can capture this method."""
+        """If the boolean `if_set` (on the device) is true, write the hidden states of some tokens to pages: the last
+        token of each sequence, and the tokens that the mask `nodes` marks. `states` [tokens, size] has the hidden
+        states of all tokens of the step. A CUDA graph can capture this method."""
         packed, rows = _rows_of(batch)
         is_last = batch.starts[1:][rows] == packed + 1
         is_last = if_set & (is_last if nodes is None else is_last | nodes)

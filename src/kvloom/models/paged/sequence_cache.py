@@ -107,7 +107,7 @@ class SequenceCache:
 
     def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
         """Set the visible tokens of a layer, in a sequence of `length` tokens. `tokens` has the fields "k" and "v",
-        or "latent". If the layer has an indexer, it also has "index". Each field is [tokens, …]."""
+        or "latent". For a layer with an indexer, `tokens` also has "index". Each field is [tokens, …]."""
         found = dict(tokens)
         if "latent" in found:  # one head, in two parts
             rank = self._model.config.get_text_config().kv_lora_rank
