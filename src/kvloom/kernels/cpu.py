@@ -84,7 +84,8 @@ def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `multiply` is the fastest way to multiply x [..., dim] by a weight [columns, dim]."""
+    """Return whether `multiply` supports x [..., dim] and the weight [columns, dim], and is faster than BLAS for
+    them."""
     return (
         HAS_MULTIPLY
         and MIN_ROWS * x.shape[-1] <= x.numel() <= MAX_ROWS * x.shape[-1]

@@ -13,6 +13,6 @@ checkpoints.
 | configs/  | config.json of models known by name                                                                  |
 | embedded/ | small models that are installed with their weights                                                   |
 
-Imports point one way: specs, paged, vision or fusion, loading or lora, heads. A new architecture is one row of
-`specs/families_table.py`.
+A folder imports only from folders before it in this order: specs, paged, vision and fusion, loading and lora, heads.
+A new architecture is one row of `specs/families_table.py`.
 """

@@ -30,8 +30,8 @@ from .shape import Shape, check_call, check_outputs, split_dim
 __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
-"""Largest number of programs per multiprocessor and KV head. Each program computes several pieces, one after
-another."""
+"""Largest number of lanes per multiprocessor, over all KV heads. A lane is a program that computes several pieces, one
+after another."""
 
 
 class _BatchInvariantPlan:
@@ -150,9 +150,8 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
 
 
 class BatchInvariantDecodePlan(_BatchInvariantPlan):
-    """Attention of up to `rows` sequences with one query each, over up to `longest` tokens. One program computes
-    one piece. Can be captured in a CUDA graph.
-    """
+    """Attention of up to `rows` sequences with one query each, over up to `longest` tokens. Different programs
+    compute the pieces of a sequence in parallel. Can be captured in a CUDA graph."""
 
     def __init__(
         self,

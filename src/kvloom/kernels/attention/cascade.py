@@ -28,8 +28,8 @@ MIN_SAVED_TOKENS = 1024
 """A run is shared only if this saves reading at least this many tokens. Otherwise, merging the results costs more
 than sharing saves."""
 MIN_RUN_TOKENS = 128
-"""Smallest number of tokens in a shared run. The tokens of a shorter run become the start of the longer runs after
-it."""
+"""Smallest number of tokens in a shared run. The tokens of a shorter run are added to the start of the runs that
+follow it."""
 MIN_WINDOW_TOKENS = 512
 """Layers with a smaller window, in tokens, share no runs. In a small window, a sequence's own tokens soon replace
 the shared tokens."""
@@ -54,8 +54,8 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """Return the token ranges that several sequences have in the same pages (shared runs). Ranges that are too
-    short to be worth sharing are left out.
+    """Return the token ranges that several sequences have in the same pages (shared runs). A range is left out if it
+    has fewer than `min_run` tokens, or if sharing it saves reading fewer than `min_saved` tokens.
 
     `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
     the queries of this step. `depth` is the largest number of shared runs per sequence.
@@ -162,8 +162,8 @@ class SharedRuns:
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Copy the shared runs to the device. The copy is queued on the current stream, and the call does not wait.
-        Return the runs that fit into the buffers.
+        """Copy the shared runs to the device. `starts` has the index in q of each sequence's first query. The copy
+        is queued on the current stream, and the call does not wait. Return the runs that fit into the buffers.
 
         If a run does not fit, the deeper runs of its members are skipped, too. Each sequence reads the tokens of
         skipped runs alone.

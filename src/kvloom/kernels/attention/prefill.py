@@ -184,7 +184,8 @@ class PrefillPlan:
     def _choose_library(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the library that computes this layer in this step, or None for our own kernels."""
+        """Return the library that computes this layer in this step, or None for our own kernels. `ours` computes the
+        layer with our kernels, so that both can be timed."""
         mask, dtype = call.mask, call.q.dtype
         if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
@@ -276,8 +277,8 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return three values: the backend, the sequences that the kernel over pages computes, and the sequences
-        that the backend computes."""
+        """Return three values: the backend, the sequences that run over pages, and the sequences that the backend
+        computes. `unscaled` states that pages have no scales."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
@@ -306,8 +307,8 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Copy the image ids to the device. Also compute the last token that each query of an image sees, which is
-        the last token of the image."""
+        """Copy the image ids `spans` to the device. `host` has the same ids on the host. Also compute the last token
+        that each query of an image sees, which is the last token of the image."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)

@@ -126,8 +126,9 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """The size and launch parameters of a block: number of query rows (`rows`), tokens read at a time (`tokens`),
-    warps, stages, programs per multiprocessor, and an optional register limit."""
+    """The size and launch parameters of a block. A block has `rows` query rows, and reads `tokens` tokens at a time.
+    `programs_per_processor` programs run on a multiprocessor, with `warps` warps and `stages` pipeline stages each.
+    `registers` limits the registers of a thread."""
 
     rows: int
     tokens: int
@@ -155,7 +156,8 @@ def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> Blo
     """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
     Heads of more than 128 dims need 8 warps, because the registers of 4 warps are too few for the outputs of a
-    block. For small heads, a tile has many tokens, but fewer in a narrow window.
+    block. For heads of up to 64 dims, a tile has more tokens if queries see many tokens, and fewer in a narrow
+    window.
     """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
@@ -212,11 +214,12 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks (groups of query rows) of the `chosen` sequences, longest
-    first; the list of merges of split blocks; and the number of slots for partial results.
+    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list of
+    merges of split blocks; and the number of slots for partial results. A block is a group of query rows.
 
-    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each query
-    of an image, the last token of the image.
+    Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV
+    heads, and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last
+    token of the image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -263,9 +266,10 @@ def span_list(
 ) -> Lists:
     """Return the list of blocks (groups of query rows) for `attend_gathered`, longest blocks first.
 
-    Each array has one value per sequence. The gathered K and V of a sequence begin at token `bases` and have
-    `tokens` tokens. The first `context_lengths` of these tokens precede the queries. `rows` is the number of query
-    rows of a block.
+    Each array has one value per sequence. `firsts` has the index in q of the first of its `queries` queries. The
+    gathered K and V of a sequence begin at token `bases` and have `tokens` tokens. The first `context_lengths` of
+    these tokens precede the queries. `rows` is the number of query rows of a block, and `group` the number of query
+    heads per KV head.
     """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
@@ -279,9 +283,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Each copy has one value in every array: the line of the block table
-    (`table_rows`), the token range to copy ([begins, ends)), the position to copy to (`into`), and its size in
-    tokens (`sizes`). Zeros fill the rest of a copy whose token range is shorter than its size."""
+    """Return the copy list for `gather_pages`. Every array has one value per copy. Line `table_rows` of the block
+    table has the pages. The tokens [begins, ends) are copied to token `into` and later tokens of the target. A copy
+    has `sizes` tokens in the target. If it has fewer tokens in the pages, zeros fill the rest."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -323,7 +327,7 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
     """Return the unit of round sizes: the largest power of two that is at most `tokens`, divided by `parts`. The
-    result is at least 128."""
+    unit is at least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 

@@ -60,9 +60,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
 
-    A query that sees no token has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of
-    scales ([pages, b, kv]) or one scale per head ([kv]). Sequences of similar size are computed in one batch. The
-    number of torch calls grows with the bytes read, not with the number of sequences.
+    A query that sees no token has output 0. Its log-sum-exp is minus infinity, or that of the sinks. `k_scale` and
+    `v_scale` are pages of scales ([pages, b, kv]) or one scale per head ([kv]). Sequences of similar size are
+    computed in one batch. The number of torch calls grows with the bytes read, not with the number of sequences.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -101,7 +101,7 @@ class _Layer:
 class _Scratch(threading.local):
     """Buffers that each thread reuses between calls. On a CPU, allocating memory costs more than filling it.
 
-    The results of `attend` must not share memory with these buffers. Buffers above MAX_BATCH_BYTES are freed.
+    The results of `attend` must not share memory with these buffers. Buffers above MAX_BATCH_BYTES are not reused.
     """
 
     def __init__(self) -> None:
@@ -124,8 +124,9 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call, as arrays with one value per sequence: index in q of the first query, number of
-    queries, number of tokens before the queries, number of all tokens."""
+    """The sequences of a call, as arrays with one value per sequence. `begins` is the index in q of the first query,
+    and `queries` the number of queries. `context_lengths` is the number of tokens before the queries, and `lengths`
+    the number of all tokens."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 

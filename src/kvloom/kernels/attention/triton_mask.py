@@ -29,6 +29,6 @@ def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def tree_position(TREES, rows, own, last, mine):
-    """Return the position of queries in draft trees (`mask.Mask`). `rows` are their rows in TREES, `own` is the slot of
-    the first query of their sequence, and `last` is their own slot."""
+    """Return the positions of queries in draft trees (`mask.Mask`). `rows` are the offsets of their rows in TREES.
+    `own` is the index of the first query in its sequence, and `last` the index of each query in its sequence."""
     return own + tl.load(TREES + rows + last - own, mask=mine & (last >= 0), other=1).to(tl.int32) - 1

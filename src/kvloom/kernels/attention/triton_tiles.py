@@ -86,7 +86,7 @@ def attend_tiles(
 
     With SHARED, MEMBERS lists the queries of a tile. Otherwise they are consecutive in q. SCALES is 0 for pages
     without scales, 1 for one scale per head, 2 for one scale per token and head. With PHASES, units that every
-    query row sees run in a separate loop without a mask. This helps if masking costs arithmetic.
+    query row sees run in a separate loop without a mask. This is faster if arithmetic is the bottleneck.
     """
     if OVERLAP:
         launch_dependents()

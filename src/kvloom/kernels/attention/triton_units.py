@@ -34,8 +34,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """Return the base-2 logarithm of normal numbers, with an error of 2^-22. This takes one instruction, and
-    `tl.log2` takes twenty."""
+    """Return the base-2 logarithm of normal numbers, with an error of 2^-22. This takes one instruction instead of
+    the twenty of `tl.log2`."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -64,7 +64,7 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """Return the scale of each token of a unit (BN tokens), or 1 if pages have no scales."""
+    """Return the scale of each token of a unit (BN tokens). With CHECK, tokens that are not `ok` get 1."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -74,7 +74,7 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
     """Load a tile [rows, WIDTH_] from memory, from column START on. `offsets` has the position of each tile row in
-    memory. Rows that are not `ok` are zeros."""
+    memory. With CHECK, rows that are not `ok` are zeros."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -154,8 +154,9 @@ def step(
     tokens in [lo, hi).
 
     BOUNDS is a bit mask of the limits to check for each query row (1 last visible token, 2 first visible token).
-    Without CHECK, every query row sees every token. With few query rows (SMALL), scores are [tokens, rows]. The
-    tokens then fill the long side of the tensor cores, which read K and V from shared memory without registers.
+    Without CHECK, every query row sees every token. With few query rows (SMALL), scores are [tokens, rows], so that
+    tokens fill the long side of the tensor cores. The tensor cores then read K and V from shared memory, not from
+    registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -231,8 +232,8 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` (at most MOST) into two parts of 8 bits each, [..., 2], for a later conversion to DTYPE: x = high +
-    low / LOW. The error is at most the error of 16-bit values."""
+    """Split `x` (at most MOST) into a high and a low part, [..., 2], so that x = high + low / LOW. A later
+    conversion to DTYPE makes each part an 8-bit value. The error is at most the error of 16-bit values."""
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
         # conversion.
@@ -263,8 +264,8 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a unit (BN tokens), [WIDTH_, tokens]. Their token dimension is dense in memory. If a page
-    has fewer tokens than a unit, pages are read one by one, so that adjacent threads read adjacent bytes."""
+    """Load the values of a unit (BN tokens), [WIDTH_, tokens]. Their token dimension is dense in memory. Pages of
+    fewer than 64 tokens are read one by one, so that adjacent threads read adjacent bytes."""
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)
@@ -288,12 +289,12 @@ def step_8bit(
     BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit of 8-bit pages for few query rows. The token dimension of V is dense. The tensor cores read
-    K and V directly.
+    """Process one unit of 8-bit pages for few query rows. The token dimension of V is dense. The tensor cores read K
+    and V directly.
 
-    Queries and weights are split into two 8-bit parts each, so no precision is lost. `q_size` scales the products
-    of queries and keys. The running sum `weight` is MOST times too large, and the weighted sums of values are MOST
-    * LOW times too large.
+    Queries and weights are split into two 8-bit parts each, so they are as exact as 16-bit values (see `two_parts`).
+    `q_size` scales the products of queries and keys. The running sum `weight` is MOST times too large, and the
+    weighted sums of values are MOST * LOW times too large.
     """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE

@@ -12,7 +12,7 @@ KV head processes it:
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        units of a lane = ceil(units / lanes)
 
 All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
-units, which are added to the number of units of the tile. The result of a tile inside one lane is written to the
+units, so TOLL is added to the number of units of each tile. The result of a tile inside one lane is written to the
 output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different
 for every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph
 works for any lengths.
@@ -118,9 +118,9 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With
-    BEGIN, shared segments cover the first tokens of a sequence. Its own segment then starts at its value in
-    `begin`. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
+    """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
+    shared segments cover the first tokens of a sequence, and its own segment starts at token `begin[sequence]` or
+    later. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -205,8 +205,8 @@ def _join(
     PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
     HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of one query row to a running softmax. The query row is in a tile whose tokens
-    several lanes read."""
+    """Add all partial results of one query row to a running softmax. Every lane that reads tokens of the row's tile
+    has written one partial result."""
     tile = row // BM
     begin = base + tile * units
     last = (begin + units - 1) // stretch
@@ -255,7 +255,8 @@ def merge_split(
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for
-    each boundary between lanes, head and query row. A sequence that sees no token gets zeros.
+    each combination of a boundary between lanes, a KV head and a query row of a tile. A sequence that sees no token
+    gets zeros.
 
     A tile may cross several boundaries. Only the program of the first boundary merges the tile, and the others
     return. Programs are small, so that all of them can wait on the device while the previous launch runs.
@@ -312,9 +313,12 @@ def plan_sources(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the segments (token ranges of the work list) that contain results of each query token: first its own
-    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. The four numbers of a segment are: its
-    units (0 if there is no segment), the units before it, the tiles before it, and the index of the token in the
-    segment.
+    segment, then its shared segments. Writes SOURCES [tokens, 1 + depth, 4]. Each segment has four numbers:
+
+    - its units, or 0 if there is no segment,
+    - the units before it,
+    - the tiles before it,
+    - the index of the token in the segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
     query in that segment.
@@ -352,8 +356,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge, for each query token and head, the results of its own segment (token range of the work list) with the
-    results of every shared segment that it reads."""
+    """Merge the results of each query token and head. A query token has results in its own segment (token range of
+    the work list), and in every shared segment that it reads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

@@ -27,8 +27,9 @@ UNIT_BYTES = 36 * 1024
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a
-    unit). A program has `warps` warps and `stages` pipeline stages, and processes at least `min_units` units.
-    Starting a tile takes as long as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
+    unit). A launch has up to `programs` programs, with `warps` warps and `stages` pipeline stages each. `registers`
+    limits the registers of a thread. A program processes at least `min_units` units. Starting a tile takes as long
+    as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
 
     rows: int
     tokens: int
@@ -44,9 +45,9 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
     """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
     With few query rows, memory is the bottleneck. A unit then has about 32 KiB, and two programs run per
-    multiprocessor. 8-bit values in long pages are faster with three programs, which hide arithmetic. With many
-    query rows, arithmetic is the bottleneck, and tiles have more rows. `beside` states that two launches share the
-    multiprocessors, so each uses fewer programs.
+    multiprocessor. For 8-bit values in long pages, three programs are faster, because one computes while others
+    load. With many query rows, arithmetic is the bottleneck, and tiles have more rows. `beside` states that two
+    launches share the multiprocessors, so each uses fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.
@@ -241,8 +242,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Merge the partial results of each query with the partial results of the shared runs (page ranges of
-        several sequences) that it reads."""
+        """Merge the partial results of each query over its own tokens with those over shared runs (page ranges of
+        several sequences) that the query reads."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

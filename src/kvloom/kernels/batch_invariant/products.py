@@ -44,9 +44,8 @@ def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the matrix product of a [m, k] and b [k, n], plus `bias` [n] if given. Both may have a batch dimension
-    and any strides. Sums along k are in float32 and rounded once.
-    """
+    """Return the matrix product of a [m, k] and b [k, n], plus `bias` [n] if given. `a` and `b` may have a batch
+    dimension and any strides. Sums along k are in float32 and rounded once."""
     if a.shape[-1] != b.shape[-2] or a.dim() != b.dim() or (a.dim() == 3 and len(a) != len(b)):
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     if a.shape[-1] == 1 and bias is None:
@@ -65,8 +64,8 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Multiply groups of rows of a [m, k] by different matrices. Group i ends at row `offsets[i]` of a, and is
-    multiplied by b[i] ([groups, k, n]). Returns the products [m, n]. The offsets stay on the device.
-    """
+    multiplied by b[i] ([groups, k, n]). Returns the products [m, n]. The offsets are on the device, and the host
+    does not read them."""
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 
 

@@ -35,7 +35,7 @@ Method = Literal["batch", "staged", "kernel"]
 
 _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
-"""Smallest page in bytes for which the copy engine makes one copy per page."""
+"""Pages of at least this size in bytes are copied by the batch method, if the driver supports it."""
 _STAGE_BYTES = 16 * 1024 * 1024
 """Size in bytes of each of the two staging buffers per direction. Smaller buffers would not reach the speed of the
 link."""
@@ -95,15 +95,15 @@ class FinishedEvent:
 class Copier:
     """Copies pages of one size between a pool and host memory, each batch in one call.
 
-    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer from
-    their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
+    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers of a page, pass their
+    offset in the page and their size: `Copier(buffer[offset:], page_stride, size)`.
 
     On CUDA a call only enqueues the copy and returns an event. `query()` polls the event, `synchronize()` blocks, and
     `wait(stream)` makes a stream wait. A copy starts after all work queued on the current stream, or after the event
     `after`.
 
-    Until the event completes, the caller must keep `host`, pool and copier alive. It must not access the host rows or
-    the pages of a scatter, and must not overwrite the pages of a gather.
+    Until the event completes, the caller must keep `host`, pool and copier alive. It must not access the copied rows
+    of `host`. It must not access the pages of a scatter, and must not overwrite the pages of a gather.
 
     Gathers and scatters use separate streams and overlap. Calls of one direction run in order, and only one thread at
     a time may make them. The first staged copy of a direction allocates 32 MiB of device memory.
@@ -198,7 +198,8 @@ class Copier:
     def _host_rows(
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
-        """Check `host`, and return the `count` rows of `host` to copy."""
+        """Check `host`, and return the numbers of its `count` rows to copy. With `once`, raises an error if two of
+        these rows are equal."""
         if (
             self._checked_host is None or self._checked_host() is not host
         ):  # the check asks the driver, which takes as long as many copies
@@ -232,7 +233,7 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _ByteRows:
-    """One side of a copy: some rows of a byte matrix."""
+    """One side of a copy: the rows with the numbers `ids` of the byte matrix `rows`."""
 
     rows: torch.Tensor
     ids: npt.NDArray[np.int64]
@@ -313,7 +314,8 @@ def _move(
     programs: int | None = None,
 ) -> None:
     """Copy row `source_ids[i]` of `source` to row `target_ids[i]` of `target`, with a kernel on the current stream.
-    The ids are on the device. Without ids, row i is used."""
+    The ids are on the device. Without ids, row i is used. The kernel has at most `programs` programs at a time, by
+    default one per multiprocessor."""
     from .triton_copy import move
 
     device = source.device if source.is_cuda else target.device

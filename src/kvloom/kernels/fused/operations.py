@@ -13,7 +13,7 @@ modules by these functions.
 | `add_norm`     | x, y [..., dim], dense                                          | a norm of x, after a norm of y was added to x in place |
 | `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
 | `linear_float32` | x [tokens, in], weight [out, in]                              | [tokens, out] in float32                               |
-| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token          |
+| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; stored token by token   |
 
 `linear` is torch's matrix product, except for a single token.
 """

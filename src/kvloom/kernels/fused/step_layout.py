@@ -6,9 +6,10 @@ request.
 
 A request gets at most one new block per step. `patched` is the number of this block, or -1. Its page ids are `new
 pages`, which the launch writes to `tables`. `table row` is the line of the request in each block table. `source` is
-the index of the request in the previous step, or -1 to use `token`. The tokens of the previous step may still be on
-the device only. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the
-step.
+the index of the request in the previous step, whose sampled token may be only on the device. If `source` is -1,
+`token` is used. `states` are the request's state pages. `shift`, which only some models need, is the shift of rotary
+positions by images. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture
+the step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ ROW_FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are the block tables of the requests.
-    They are valid up to the length of each request.
+    """The model inputs of a decode step. `rows` in the shapes is the number of requests, and `columns` the number of
+    block tables. `tables` ([columns, rows, blocks]) are the block tables of the requests. They are valid up to the
+    length of each request.
 
     The new token of a request is written to one slot per block table. `slots` [columns, rows] are the slot numbers.
     A slot number is page * block tokens + offset. The same slots are also given as `pages` [columns, rows] and
@@ -46,7 +48,7 @@ class StepLayout:
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
     """Return the number of int32 fields of each request in the upload. `columns` is the number of block tables, and
-    `states` the number of state pages."""
+    `states` the number of state pages. With `shifted`, there is a field for the shift of rotary positions."""
     return ROW_FIELDS + columns + states + shifted
 
 

@@ -1,5 +1,5 @@
-"""The product of a vector and a matrix, for a single token. Every weight is read once, so the speed depends on the
-number of bytes in flight.
+"""The product of a vector and a matrix, for a single token. Every weight is read once, so memory is the bottleneck.
+The speed depends on the number of bytes that are loaded at the same time.
 
 A program processes BN rows of the weight, BK columns at a time. It loads its first weights before it waits for the
 previous launch. A norm or gate before the product is not part of this kernel, because every program would have to

@@ -26,11 +26,12 @@ def add_low_rank(
     part: int | None = None,
     invariant: bool = False,
 ) -> None:
-    """Add the low-rank terms of the adapters to `out` [..., outputs], in place. `x` [..., inputs] is the input of the
-    product. With `part`, `out` has only the columns of this part.
+    """Add the low-rank terms of the adapters to `out` [..., outputs], in place. `x` [..., inputs] is the input of
+    the product. With `part`, `out` has only the columns of this part (one joined layer).
 
-    With `invariant`, the bits of a token's result do not depend on the other tokens (CUDA only). A step without
-    adapters costs nothing on a CPU."""
+    With `invariant`, the bits of a token's result do not depend on the other tokens (CUDA only). On a CPU, a step
+    without adapters computes nothing.
+    """
     flat, found = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if len(flat) != rows.count or len(found) != rows.count:
         raise ValueError(

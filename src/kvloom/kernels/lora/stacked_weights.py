@@ -27,7 +27,7 @@ class AdapterRows:
     | field    | meaning                                                                                        |
     |----------|------------------------------------------------------------------------------------------------|
     | `count`  | number of tokens of the step                                                                   |
-    | `groups` | on a CPU: the slot of each adapter in the step, and its tokens: a range, or else their indexes |
+    | `groups` | on a CPU: for each adapter of the step, its slot and its tokens (a range, or their indexes)    |
     | `order`  | on a GPU: indexes of the tokens, sorted by slot                                                |
     | `slots`  | on a GPU: slots of the tokens in this order                                                    |
     """
@@ -63,16 +63,17 @@ class AdapterRows:
 
 
 class SlotViews(NamedTuple):
-    """The weights of one adapter, as transposed views: `a` [inputs, parts * rank], and `b` [rank, outputs] of each part
-    that the adapter changes."""
+    """The weights of one adapter, as transposed views. `a` is [inputs, parts * rank]. `b` has a view [rank, outputs]
+    for each part that the adapter changes."""
 
     a: torch.Tensor
     b: dict[int, torch.Tensor]
 
 
 class LowRankWeights:
-    """The stacked weights of one product, for `slots` adapters of up to `rank` dimensions. The tensors keep their
-    addresses, so that CUDA graphs stay valid when an adapter is loaded.
+    """The stacked weights of one product, for `slots` adapters of up to `rank` dimensions. The product has one part
+    for each layer that it computes. The tensors keep their addresses, so that CUDA graphs stay valid when an adapter
+    is loaded.
 
     `a` has the shape [slots, parts * rank, inputs], and `b` [slots, outputs, rank]. Unused rows and columns are 0.
     """
@@ -112,14 +113,14 @@ class LowRankWeights:
         return np.array(blocks, np.int32)
 
     def clear(self, slot: int) -> None:
-        """Remove the adapter in a slot."""
+        """Remove the adapter in a slot: set its weights to 0."""
         if self.views.pop(slot, None) is not None:
             self.a[slot - 1].zero_()
             self.b[slot - 1].zero_()
 
     def load(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copy the weights of an adapter to a slot that was cleared. `a` has the shape [rank, inputs], and `b`
-        [outputs, rank]. `b` includes the scale of the adapter."""
+        """Copy the weights of an adapter for one part to a slot that was cleared. `a` has the shape [rank, inputs],
+        and `b` [outputs, rank]. `b` includes the scale of the adapter."""
         rank = len(a)
         if rank > self.rank:
             raise ValueError(f"an adapter of rank {rank} does not fit slots of rank {self.rank}")

@@ -4,8 +4,8 @@
     expand   out[token] += b[slot] @ low[place]          low is the sum of all splits
 
 Tokens are sorted by slot, and `place` is the place of a token in this order. A tile has M places. A program computes
-the adapters of its tile one after the other. Tiles and adapters together bound the work, because tokens of an adapter
-are adjacent. Programs without adapters return at once. Grids depend only on the number of tokens.
+the adapters of its tile one after the other. Tokens of an adapter are adjacent, so there are at most tiles + adapters
+pairs of a tile and an adapter. Programs without adapters return at once. Grids depend only on the number of tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -21,16 +21,16 @@ from .stacked_weights import COLUMNS, AdapterRows, LowRankWeights
 __all__ = ["add_low_rank"]
 
 SPLITS = (8, 1)
-"""Number of parts into which the first product divides its inputs: in small steps, so that a few tokens use many
-processors, and in others."""
+"""Number of splits of the first product: the first value in steps of up to FEW_TOKENS tokens, the second in larger
+steps. With several splits, a few tokens use many multiprocessors."""
 DEPTH = 64
 """Inputs that the first product sums at a time."""
 FEW_TOKENS = 128
-"""Steps of up to this many tokens use small tiles."""
+"""Steps of up to this many tokens use small tiles and several splits."""
 TILES = (16, 64)
-"""Places of a tile: in small steps, and in others."""
+"""Number of places of a tile: the first value in steps of up to FEW_TOKENS tokens, the second in larger steps."""
 MOST_LOW = 64
-"""Most rows of `a` that one program of the first product computes."""
+"""Largest number of rows of `a` that one program of the first product computes."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -38,7 +38,7 @@ def _shrink_kernel(
     x, a, low, order, slots, count, inputs, width, x_stride, a_slot, a_row,
     M: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile, block of rows of a, split)."""
+    """Compute the first product (`shrink`). Grid: (tile, block of rows of a, split)."""
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = tile * M + tl.arange(0, M)
     there = place < count
@@ -76,7 +76,8 @@ def _expand_kernel(
     out, b, low, order, slots, blocks, count, width, shift, out_stride, b_slot, b_row,
     M: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile, block of columns). R of the RANK dimensions are summed at a time."""
+    """Compute the second product (`expand`). Grid: (tile, block of columns). R of the RANK dimensions are summed at
+    a time."""
     tile, block = tl.program_id(0), tl.program_id(1)
     place = tile * M + tl.arange(0, M)
     there = place < count

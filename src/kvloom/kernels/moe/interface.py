@@ -202,10 +202,10 @@ class Routing:
     | field        | meaning                                                                                     |
     |--------------|---------------------------------------------------------------------------------------------|
     | sigmoid      | scores are the sigmoid of each logit; otherwise the softmax of all                          |
-    | groups, kept | experts are divided into `groups`, and only the best `kept` groups are selected from        |
+    | groups, kept | experts are divided into `groups` groups, and selected only from the best `kept` of them    |
     | best         | the score of a group is the sum of its `best` largest scores (1 or 2)                       |
     | normalised   | the weights of a token are divided by their sum, plus `eps`                                 |
-    | factor       | weights are multiplied by it                                                                |
+    | factor       | the weights are multiplied by this number                                                   |
     """
 
     picked: int

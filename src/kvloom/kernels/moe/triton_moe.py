@@ -201,8 +201,8 @@ def _choose_kernel(
     SLOTS: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_BINS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of ROWS tokens (see `Routing`). `choice` has the scores that selection compares: -inf for an
-    expert that is absent, was selected, or is in a group that is not selected."""
+    """Select the experts of ROWS tokens (see `Routing`). `choice` has the scores that the selection compares. It is
+    -inf for padding, for experts that are already selected, and for experts of groups that are not selected."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, BINS), tl.arange(0, SLOTS)
     real = (expert < EXPERTS)[None, :]

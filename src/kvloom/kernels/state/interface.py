@@ -6,7 +6,7 @@ function returns the outputs and writes the last state of each sequence to its p
 
 If every sequence of a call has at most STEP_TOKENS tokens, the call runs token by token, otherwise in chunks. The
 caller passes the length of the longest sequence (`StateRows.longest`), so the host does not wait for the device.
-CPU tensors and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant` calls run in Triton.
+Batch-invariant calls run in Triton. Other calls run in plain torch for CPU or float64 tensors, else in Triton.
 
 | function    | update for one token                                       | state of a page             |
 |-------------|------------------------------------------------------------|-----------------------------|

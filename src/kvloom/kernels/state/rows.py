@@ -7,22 +7,22 @@ A `StateRows` is built once per step. All layers of one block table use the same
 |-----------------|-----------------|--------------------------------------------------------------------------------|
 | starts          | [sequences + 1] | index of each sequence's first token, then the number of tokens; two equal     |
 |                 |                 | neighbours mean a sequence without tokens                                      |
-| read            | [sequences]     | page of the sequence's first state; 0: the sequence begins from zeros          |
+| read            | [sequences]     | page of the state before the first token; 0: the sequence begins from zeros    |
 | write           | [sequences]     | page for the last state, may be the `read` page; 0: it is not stored           |
 | fresh           | [sequences]     | true: the sequence begins from zeros even if `read` is set, because that page  |
 |                 |                 | was never written                                                              |
 | longest         | host int        | largest number of tokens of a sequence; up to STEP_TOKENS, the call runs token |
 |                 |                 | by token                                                                       |
-| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after  |
-|                 |                 | all tokens (GPU only)                                                          |
+| stored          | [sequences]     | GPU only: number of tokens (1 or more) after which the state is stored; None:  |
+|                 |                 | after all tokens                                                               |
 | batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of  |
 |                 |                 | a sequence into chunks                                                         |
 
 Sequences run in parallel. A page that one sequence writes must not be read or written by another sequence of the
-call. The caller therefore splits a prompt at its snapshots and makes one call per part. The last state of a
-sequence without tokens is its first state. Batch-invariant calls run token by token, and the state is rounded to
+call. The caller therefore splits a prompt at its snapshots and makes one call per part. A sequence without tokens
+stores the state from which it begins. Batch-invariant calls run token by token, and the state is rounded to
 the dtype of its page after every token. Decode steps run faster in a separate call than together with long
-sequences. The outputs of tokens after the last start are undefined.
+sequences. Tokens after the last value of `starts` are padding, and their outputs are undefined.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ chunks."""
 
 @triton.jit
 def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the rate of every channel and state element, for use as an exponent of 2."""
+    """Return the rate of every channel and state element, multiplied by log2(e). The kernels compute decays as
+    powers of 2."""
     real = (column < channels)[:, None] & (n < N)[None, :]
     if LINEAR:
         rates = tl.where(real, LOG2E, 0.0)

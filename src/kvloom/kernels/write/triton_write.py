@@ -8,6 +8,7 @@ order:
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
     a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (in reverse order with `tail`)
 
+A lane is one element of a Triton vector. WIDE and REST are rounded up to powers of two, so some lanes may be padding.
 The host reads no value, so a captured graph works for any slots. The caller checks shapes.
 """
 

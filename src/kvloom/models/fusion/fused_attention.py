@@ -1,8 +1,8 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys
-also rotates keys and queries. Models with q and k norms save memory traffic in prompts, because one launch
-normalises and rotates.
+On a CPU, fewer calls save time. On a GPU, steps in a CUDA graph need fewer launches, because the launch that writes
+keys also rotates keys and queries. In prompts of models with q and k norms, one launch normalises and rotates, which
+saves memory traffic.
 
 Modules are selected by a test, not by family name. Each module and its fused forward run on random input, with
 pages that record calls. If the fused forward makes other calls or gives other results, the module is not changed.
@@ -101,8 +101,8 @@ class FusedAttention:
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v of all tokens as one tensor [tokens, heads, dim]. It has first the heads of q, then of
-        k, then of v."""
+        """Return q, k and v of all tokens as one tensor [tokens, heads, dim]. The heads of q come first, then those
+        of k, then those of v."""
         return self.product(hidden).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
@@ -132,7 +132,7 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The fused forward of an attention module on a GPU. In a replayed step, the launch that writes
+    """The fused forward of an attention module on a GPU. In a step that a CUDA graph replays, the launch that writes
     keys also rotates keys and queries. In other steps, the launch that normalises q and k also rotates them."""
 
     def __init__(self, module: Any, *given: Any) -> None:

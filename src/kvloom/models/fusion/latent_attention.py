@@ -1,7 +1,8 @@
 """MLA modules in a few calls: one product for queries and latents, one launch for norm, rotation and writing.
 
 An MLA module (DeepSeek) projects hidden states to queries and to one latent per token. Its own forward launches about
-twenty small kernels per layer. Here a decode step launches four before attention and two after it:
+twenty small kernels per layer. Here a decode step launches three before attention and two after it. If queries also
+have latents, their norm and one more product follow the first product.
 
     product      queries | latents          weights of both projections joined
     write        latents: norm, rotation, pages; queries: rotation of their last dims
@@ -42,8 +43,9 @@ class FusedLatentAttention:
     def __init__(
         self, module: Any, product: Product, later: Product | None, form: Form, scale: float
     ) -> None:
-        """`product` computes queries, or their latents, and latents of keys. `later` computes queries from their
-        latents."""
+        """`product` computes two results from the hidden states: the queries (or their latents), and the latents of
+        keys. If queries have latents (`q_lora_rank`), `later` computes the queries from them, otherwise it is None.
+        `form` is the order of rotated pairs (see `Rotary`), and `scale` the factor of the attention scores."""
         self._module, self._own, self._product, self._later = module, module.forward, product, later
         self._form, self._scale, self.layer = form, scale, int(module.layer_idx)
         self._rotated = module.qk_rope_head_dim
@@ -90,8 +92,8 @@ class FusedLatentAttention:
 
 
 class _RecordingPages:
-    """A stand-in for the pages in the test of a fused forward. Records the absorbed queries, the new latents and the
-    scale, and returns a tensor that depends on the queries."""
+    """A stand-in for the pages in the test of a fused forward. Records the queries in latent space, the new latents
+    and the scale. Returns a tensor that depends on the queries."""
 
     def __init__(self) -> None:
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -153,7 +155,8 @@ def fuse_latent_attention(module: Any) -> bool:
 
 
 def _replace_forward(module: Any, layers: list[nn.Linear]) -> bool:
-    """Replace a module's forward if any form of rotation gives the same results. Joins the weights of `layers`."""
+    """Try each form of rotation, and replace the module's forward if one form gives the same results. Return whether
+    the forward was replaced. Joins the weights of `layers` into one tensor."""
     weight, pairs = layers[0].weight, module.qk_rope_head_dim // 2
     draw = torch.Generator().manual_seed(pairs)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)

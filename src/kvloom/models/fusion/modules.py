@@ -8,7 +8,7 @@ the model was prepared for pages.
 | q_proj, k_proj, v_proj             | one matrix product                                        |
 | `apply_rotary_pos_emb`             | one launch                                                |
 | rotary embeddings (`rotary_cache`) | on a GPU, a table lookup                                  |
-| decoder layers with these modules  | residuals added by the product, or by the norm after it   |
+| decoder layers with these modules  | the product, or the norm after it, also adds the residual |
 | MLA (`latent_attention`)           | on a GPU, one product, and one launch until attention     |
 | attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
 |                                    | single tokens are rotated by the launch that writes them, |
@@ -195,11 +195,11 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. With
-    `posts`, attention and MLP outputs are normalised before they are added.
+    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. `posts` is
+    empty or has two norms. They normalise the outputs of attention and MLP before each output is added to x.
 
-    With `posts`, the last launch also computes the norm `after`, which is the first norm of the next layer. The
-    result is stored as an attribute of x, so it is freed with x.
+    `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP output also
+    computes this norm of x. The result is stored as an attribute of x, so it is freed with x.
     """
 
     def __init__(
@@ -241,8 +241,8 @@ NORMED_ATTRIBUTE = "_kvloom_normed"
 
 
 def _link_layers(layers: nn.ModuleList) -> None:
-    """Store in each layer the first norm of the next layer (`after`). Skips layers with hooks, because a hook may
-    change the hidden states between the layers."""
+    """For each layer with `posts`, set `after` to the first norm of the next layer. If a hook runs between the two
+    layers, set `after` to None, because the hook may change the hidden states."""
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
         if (
@@ -262,8 +262,9 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. Both forwards are
-    compared first, with a stand-in for attention. The layer is fused only if the results are equal."""
+    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. The layer's own
+    forward and the fused forward are first compared, with a stand-in for attention. The layer is fused only if their
+    results are equal."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
@@ -288,8 +289,8 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """Return a `CpuDecoderLayer` for the layer, if the layer is on a CPU and all its parts are plain. Otherwise return
-    the layer."""
+    """Return a `CpuDecoderLayer` for a plain layer on a CPU. Return any other layer unchanged. A plain layer has a
+    gated MLP, no biases, no norms of q and k, and no norms after attention and MLP."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     plain = type(attention) is FusedAttention and attention.plain
     if layer._posts or not plain or not isinstance(mlp, _FusedMLP) or mlp.gate_up.bias is not None:
@@ -304,8 +305,8 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer computes the same result as its fused form `found`. A stand-in replaces the attention
-    of both, because only the rest of the layer is compared."""
+    """Return whether a layer (`module`) and its fused form `found` compute the same result on random input. During
+    this test a stand-in replaces `attention`. It only applies the output projection `output` to the hidden states."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -359,7 +360,8 @@ def _fuse_projections(module: Any) -> bool:
 
 
 def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
-    """Return the submodules of `module` with these names if all of them are plain linear layers, else None."""
+    """Return the submodules `<name>_proj` of `module` for all `names`. Return None if any of them is not a plain
+    linear layer."""
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None
@@ -396,7 +398,8 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
 
 
 def _fuse_latent_attention(module: Any) -> bool:
-    """Fuse an MLA module on a GPU. On a CPU, launches cost little."""
+    """Fuse an MLA module on a GPU. Return whether it was fused. An MLA module on a CPU is not changed, because
+    launches cost little there."""
     return next(module.parameters(), torch.empty(0)).is_cuda and fuse_latent_attention(module)
 
 

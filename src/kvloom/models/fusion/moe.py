@@ -4,7 +4,7 @@
 |---------------------------------------------------------------|---------------------------------------------------|
 | experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device      |
 | routers: softmax or sigmoid of one product, top-k             | one launch after the product                      |
-| blocks of a router, experts, and shared experts               | the same, added to the residual without launches  |
+| blocks of a router, experts, and shared experts               | both replacements; the last launch adds residuals |
 
 Each replacement is first compared on random input. A module with different results is not changed.
 """
@@ -33,7 +33,8 @@ __all__ = ["FusedBlock", "fuse_block", "fuse_experts", "fuse_router"]
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 ROUTER_TOLERANCE = 1e-5
-"""Tensor cores round sums in float32 more coarsely than other units."""
+"""Largest relative difference between the results of a router and of its fused form. Tensor cores round float32 sums
+more coarsely than other arithmetic units."""
 
 
 def fuse_experts(module: Any) -> bool:
@@ -84,8 +85,8 @@ class _FusedExperts:
 
 
 def fuse_router(module: Any) -> bool:
-    """Replace the selection of experts after a router's product by one launch if it selects the same experts. Return
-    whether it was replaced."""
+    """Replace a router's forward by a product and one launch that selects experts. The forward is replaced only if
+    the launch selects the same experts. Return whether it was replaced."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
         return False
@@ -147,7 +148,7 @@ class _FusedRouter:
         return logits, *choose_experts(logits, self._routing, self._dtype, bias)
 
     def oracle(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the same as a call, computed by torch."""
+        """Return the results of a call of this router, but with the experts selected by torch on a CPU."""
         logits, bias = self._logits(x), getattr(self._module, "e_score_correction_bias", None)
         bias = None if bias is None else bias.cpu()
         weights, index = choose_experts(logits.cpu(), self._routing, self._dtype, bias)
@@ -158,8 +159,9 @@ class _FusedRouter:
         found: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor,
         index: torch.Tensor,
     ) -> bool:  # fmt: skip
-        """Return whether both selected the same experts with the same weights. Among equal scores another expert may
-        be selected, so the logits of the experts are compared."""
+        """Return whether a fused router (`found` logits, `weights`, `chosen` experts) agrees with the router itself
+        (`logits`, `scores`, `index`). Both may select different experts among equal logits, so the logits of the
+        selected experts are compared, not their indices."""
         if found.dtype != logits.dtype or weights.dtype != scores.dtype:
             return False
         wanted, got = (logits.gather(1, each).sort(-1) for each in (index, chosen))
@@ -201,8 +203,8 @@ _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(x: torch.Tensor) -> torch.cuda.Stream | None:
-    """Return a second stream that continues after the current one, or None outside a capture. Without a graph, the host
-    would launch too slowly for kernels to overlap."""
+    """Return a second stream that starts after the work queued on the current stream. Return None if no CUDA graph
+    is being captured, because the host would launch kernels too slowly for them to overlap."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     side = _SIDE_STREAMS.get(x.device)

@@ -20,7 +20,8 @@ class Term(Protocol):
     """A term that is added to the result of a product."""
 
     def add(self, x: torch.Tensor, out: torch.Tensor, part: int | None = None) -> None:
-        """Add the term of the input `x` to `out`, in place. With `part`, `out` is the result of one joined layer."""
+        """Add the term of the input `x` to `out`, in place. `out` is the result of all joined layers, or with `part`
+        of the layer with this number."""
 
 
 class Product:
@@ -64,7 +65,7 @@ class Product:
         return out
 
     def of_part(self, x: torch.Tensor, part: int) -> torch.Tensor:
-        """Return the product with the weights of one joined layer."""
+        """Return the product with the weights of one joined layer, which has the number `part`."""
         layer = self.layers[part]
         out = nn.functional.linear(x, layer.weight, layer.bias)
         if self.term is not None:

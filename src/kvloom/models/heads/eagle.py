@@ -14,8 +14,8 @@ x is the head's own hidden state. For tokens that the target has not computed, x
 | `embed_tokens`                        | embeddings of the head; if missing, the embeddings of the target are used                     |
 
 By default, hidden states are read after 2 layers of the target, after half of its layers, and before its last 3
-layers. The field `eagle_aux_hidden_state_layer_ids` of the config overrides this list. At the top level it contains
-numbers of layers. Inside `eagle_config` it contains indexes of layers, from 0.
+layers. The config field `eagle_aux_hidden_state_layer_ids` overrides this list. At the top level of the config, a
+value n means: after the first n layers. Inside `eagle_config`, it means: after the layer with index n, from 0.
 """
 
 from __future__ import annotations

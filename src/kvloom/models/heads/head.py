@@ -43,16 +43,17 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def target_states(self, decoder: Any) -> AbstractContextManager[States]:
-        """A context in which the target runs once. Yields a function that returns the target's hidden states
-        afterwards."""
+        """Return a context for one run of the target, whose decoder is `decoder`. The context yields a function.
+        After the run, this function returns the target's hidden states."""
 
     @abstractmethod
     def own_states(self) -> AbstractContextManager[States]:
-        """A context in which the head runs once. Yields a function that returns the head's own hidden states
-        afterwards."""
+        """Return a context for one run of the head. The context yields a function. After the run, this function
+        returns the head's own hidden states."""
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits for the target's vocabulary, from logits of the draft vocabulary."""
+        """Convert logits of the draft vocabulary to logits of the target's vocabulary. If the vocabularies are the
+        same, return `logits` unchanged."""
         return logits
 
 

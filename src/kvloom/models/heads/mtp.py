@@ -157,7 +157,8 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Make the layer of the head have experts or a dense MLP. Each family has other config fields for this choice."""
+    """Set the config so that the layer of the head has experts, or else a dense MLP. Each family has its own config
+    fields for this choice, so all known fields are set."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

@@ -313,7 +313,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """Return a model with random weights, which are generated directly on the device. Afterwards transformers
-    initialises norms, biases, rates and rotary tables."""
+    initialises norms, biases, decay rates of recurrent layers, and rotary tables."""
     cls, own = language_model_class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)

@@ -2,9 +2,9 @@
 describe.
 
 The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
-replaces the cache and the attention function and records the calls. This detects unsupported architectures before
-any weight is read. Such a model uses its own mask, or stores other data than its config states. The probe checks calls
-and shapes, not values.
+replaces the cache and the attention function and records the calls. The probe finds unsupported models before any
+weight is read. For example, a model may add its own mask, or store data that its config does not describe. The probe
+checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ __all__ = ["examine"]
 
 TOKENS = 5
 LARGE, LAYERS_WITH_VALUES = 10**9, 2
-"""If the code of a model depends on values, and it has more weights than `LARGE`, only its first layers are examined."""
+"""If a model's code depends on values and the model has more than `LARGE` weights, only its first
+`LAYERS_WITH_VALUES` layers are examined."""
 PROBE_ATTENTION = "kvloom_probe"
 KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 """Keywords of attention calls that `attend` handles or may ignore."""
@@ -123,7 +124,7 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
 
 
 def _examined(model: Any, layers: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:
-    """Return the specs of the layers that have run."""
+    """Return the specs of the layers that have run. A run on a CPU may have skipped the last layers of the model."""
     last = getattr(model, "examined_layers", None)
     if last is None:
         return layers
@@ -147,9 +148,9 @@ def _run_separately(model: Any) -> SequenceCache:
 
 
 def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
-    """Return `run(tokens)` for a few tokens on the meta device. Code that depends on values runs again on a CPU, with
-    weights of zeros, which need no memory. It then runs only the first layers. Raises ModelError with the reason if the
-    model cannot run."""
+    """Return `run(tokens)` for a few tokens on the meta device. If the model's code depends on values, it runs again
+    on a CPU, with weights of zeros that need no memory. In a large model, this second run has only the first layers.
+    Raises ModelError with the reason if the model cannot run."""
     # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
     # not have.
     model.config._experts_implementation = "batched_mm"
@@ -171,8 +172,8 @@ def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _fill_with_zeros(model: Any) -> None:
-    """Give a model on the meta device weights of zeros, on a CPU. All elements of a weight are one number. Removes all
-    but the first layers of a large model, to save time."""
+    """Replace the weights of a model on the meta device by zeros on a CPU. All elements of a weight share one number
+    in memory. Removes all but the first layers of a large model, to save time."""
     is_large = sum(weight.numel() for weight in model.parameters()) > LARGE
     depth = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
@@ -314,7 +315,8 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
 
 
 def _by_unit(layers: Mapping[str, LayerSpec]) -> tuple[dict[int, LayerSpec], dict[int, LayerSpec]]:
-    """Return the specs of tokens and of states, by layer. Layers of images are left out, because text skips them."""
+    """Return two mappings from layer number to spec: of layers that store tokens, and of layers that store a state.
+    Cross-attention layers are left out, because text tokens skip them."""
     specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
     for name, spec in layers.items():
         if spec.axis != "media":

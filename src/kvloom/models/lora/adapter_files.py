@@ -1,7 +1,7 @@
 """Reads LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
 The digest of an adapter covers its config and all bytes of its weights. Two versions of an adapter have different
-digests, also if they have the same name and path. This module does not depend on a base model.
+digests, even if they have the same name and path. This module does not depend on a base model.
 """
 
 from __future__ import annotations

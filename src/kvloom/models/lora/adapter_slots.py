@@ -28,9 +28,10 @@ __all__ = ["AdapterSlots"]
 
 MAX_RANK = 512
 OWNER = "_kvloom_adapter_slots"
-"""Name of the attribute of a model that contains the slots whose terms its products have."""
+"""Name of the attribute of a model that contains the `AdapterSlots` of the last step. The products of the model have
+the terms of these slots."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..+)$")
-"""The part of a layer's name that does not depend on the models around the decoder."""
+"""The part of a layer's name that does not depend on the modules around the decoder."""
 _VISION = re.compile(r"vision|visual|image|projector")
 """Names of modules that process images."""
 
@@ -96,8 +97,8 @@ class AdapterSlots:
         return [term.weights for _, term in self._terms]
 
     def attach(self) -> None:
-        """Allocate the slots: a term for the product of every layer that adapters may target. Later calls have no
-        effect. Layers that one product computes share their term."""
+        """Allocate the slots: one low-rank term for each product that computes a layer which adapters may target.
+        Layers that one product computes share the term. Later calls have no effect."""
         if self._terms:
             return
         names = {id(layer): name for name, layer in self._layers.items()}
@@ -112,8 +113,8 @@ class AdapterSlots:
 
     @contextmanager
     def step(self, rows: AdapterRows | None) -> Iterator[None]:
-        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. Other engines on
-        the same model have their own slots."""
+        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. None means no
+        adapters. Several engines may share the model: each context first sets the terms of its own slots."""
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:
                 product.term = term
@@ -125,8 +126,8 @@ class AdapterSlots:
             self.rows = None
 
     def refuse_uncalled(self) -> None:
-        """Refuse adapters for the layers that the last step did not call, because modeling code reads their weights
-        directly. Call this method after the first step."""
+        """Refuse adapters for the layers that no step has called. Modeling code reads the weights of such layers
+        directly, so an adapter would have no effect. Call this method after the first step."""
         for name, (term, _) in self._places.items():
             if not term.is_called:
                 del self._layers[name]
@@ -193,7 +194,8 @@ def _short(name: str) -> str:
 
 
 def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linear layers that adapters may target, and the reasons for those that they may not target."""
+    """Return two dictionaries by layer name. The first has the linear layers that adapters may target. The second
+    has, for each refused linear layer, the reason why adapters may not target it."""
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     layers: dict[str, nn.Linear] = {}
     refusals: dict[str, str] = {}

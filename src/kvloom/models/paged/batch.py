@@ -44,8 +44,8 @@ class Work(NamedTuple):
       them.
     - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
       computed them as a draft.
-    - `parents`: if the last tokens are a tree, the index of each one's parent among them. Parents precede their children.
-      -1 is the token before the tree. Empty if the tokens follow one another.
+    - `parents`: if the last tokens are a draft tree: for each of these tokens, the index of its parent among them.
+      Parents precede their children. -1 means that the parent is the token before the tree. Empty without a tree.
     - `adapter`: the slot of the sequence's LoRA adapter. 0 means no adapter. Tokens before the position `active_from`
       use no adapter.
     """
@@ -79,6 +79,8 @@ class ColdRows:
     |               | block that is not cold                                                                       |
     | sizes         | lengths of the sequences without cold tokens, on the host                                    |
     | host_pages    | by sequence with cold blocks: page ids in host memory [columns, blocks], on the host         |
+
+    `runs` is the number of pages that a block has in the group. `columns` is the sum of `runs` over all groups.
     """
 
     tables: dict[int, torch.Tensor]
@@ -89,7 +91,7 @@ class ColdRows:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The inputs of one step. The new tokens of all sequences are packed in one tensor, one sequence after another.
-    `rows` in the shapes is the number of sequences.
+    In the shapes, `rows` is the number of sequences, and `runs` the number of pages that a block has in the group.
 
     | field                | meaning                                                                                          |
     |----------------------|--------------------------------------------------------------------------------------------------|
@@ -109,11 +111,12 @@ class Batch:
     | drafts               | number of draft tokens at the end of each sequence; empty if there are no drafts                 |
     | longest              | if `replayed`: largest number of tokens of a sequence in this step                               |
     | stored               | if `longest` > 1: number of tokens of each sequence after which recurrent layers store the state |
-    | trees                | draft trees of a step: which tokens of its row each token sees (`kernels.attention.Mask`)        |
-    | previous             | if `trees`: index in its sequence of the token before each token, -1 for the first token         |
+    | trees                | draft trees: which tokens of its sequence each token sees (`kernels.attention.Mask`)             |
+    | previous             | if `trees`: each token's predecessor, as an index in the sequence; -1 for the first token        |
     | adapters             | the LoRA adapters of the tokens; None if no token uses an adapter                                |
 
-    A token of a tree has the position of its depth, but its own slot. Two branches have the same positions.
+    The position of a tree token depends on its depth in the tree, so tokens of two branches may have the same
+    position. Every token has its own slot.
     Padding tokens and padding sequences may follow the last bound.
     """
 
@@ -148,8 +151,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """Two arrays: the index of each token's sequence, and the number of tokens that each token sees. None if a
-        sequence has several new tokens that are not drafts."""
+        """The tokens of the step as single queries. Returns two arrays: the index of each token's sequence, and the
+        number of tokens that each token sees. None if a sequence has several tokens that are not drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -180,7 +183,8 @@ class _Trees:
 @dataclass(slots=True)
 class _StepNumbers:
     """The integer inputs of a step, on the host. The fields have the order of the buffer that is uploaded to the
-    device. `positions` ignore trees, so they decide the slots."""
+    device. `positions` are the indexes of tokens in their sequences, without the depths of draft trees. Slots are
+    computed from these positions."""
 
     tokens: Ints
     positions: Ints
@@ -223,13 +227,15 @@ class _StepNumbers:
 
 class BatchBuilder:
     """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
-    sequences.
+    sequences. A step must be launched before the next step is built. Building waits if the device is two steps
+    behind.
 
-    A step must be launched before the next step is built. Building waits if the device is two steps behind.
-    `mirrored` states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
-    cache are used. `shifted` states that images shift rotary positions. If replayed steps with drafts may have trees,
-    `tree_columns` is the largest number of tokens of a sequence in a step, a multiple of 4. `adapted` states that
-    sequences may use LoRA adapters.
+    - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
+      used.
+    - `shifted`: images shift rotary positions.
+    - `tree_columns`: the largest number of tokens of a sequence in a replayed step with draft trees, a multiple of
+      4. If it is 0, replayed steps have no trees.
+    - `adapted`: sequences may use LoRA adapters.
     """
 
     def __init__(
@@ -336,7 +342,8 @@ class BatchBuilder:
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
         """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`.
-        The upload includes the changed entries of block tables. Each remaining token is a padding sequence."""
+        The upload includes the changed entries of block tables. Padding sequences of one token each fill the step up
+        to `size` tokens."""
         block = self._padding.get(size)
         if block is None:
             block = self._padding[size] = self._drafted_padding(size)
@@ -383,7 +390,7 @@ class BatchBuilder:
         )
 
     def _drafted_padding(self, size: int) -> Ids:
-        """Return the numbers of `drafted(size)` for padding only."""
+        """Return the uploaded numbers of `drafted(size)` for a step that contains only padding."""
         width, states = len(self._tables), self._states
         fields = self._token_fields + 3 + width + (states + 1 if states else 0) + self._shifted
         block = np.zeros(fields * size + size + 1 + size * self._tree_columns // 4, np.int32)
@@ -452,7 +459,8 @@ class BatchBuilder:
         return self._with_adapters(batch, tokens)
 
     def _with_adapters(self, batch: Batch, tokens: int) -> Batch:
-        """Return the batch of a graph, with the adapters that the last upload names."""
+        """Return the batch of a graph, with the adapter slots of the last upload. If sequences cannot use adapters,
+        return the batch unchanged."""
         if not self._adapted:
             return batch
         return replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
@@ -563,9 +571,9 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each sequence (-1 for none) and the page ids of this block. `rows` are the line
-        numbers of the sequences in the block tables. If more than one block of a sequence has changed, this method
-        uploads the block table of the sequence, and returns -1 for it."""
+        """Return, for each sequence, the number of its new block (-1 for none) and the page ids of this block.
+        `rows` are the line numbers of the sequences in the block tables. If several blocks of a sequence have
+        changed, this method uploads their page ids, and returns -1 for the sequence."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -576,8 +584,8 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some sequences. `rows` are their line numbers in the block tables, and `first`
-        is the first block to upload of each."""
+        """Upload the block tables of some sequences. `rows` are their line numbers in the block tables. `first` is
+        the number of the first block to upload for each sequence."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)

@@ -21,8 +21,8 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Return attention of queries [tokens, heads, dim] over images, [tokens, heads, dim]. The queries are ordered
-    by group, and each group (`parts`) sees its own images. `column` selects the layer's page ids."""
+    """Return attention of queries [tokens, heads, dim] over images, [tokens, heads, dim]. `parts` divides the
+    queries, in order, into groups that see the same images. `column` selects the layer's page ids."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)

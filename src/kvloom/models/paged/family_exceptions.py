@@ -5,12 +5,12 @@
 | DeepSeek (MLA)           | caches latents, expects expanded keys and values            | attention in latent space (`absorb_latent`) |
 | Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest sequence of a step | chosen once (`fix_rope_frequencies`)        |
 | GPT-2, BERT, …           | check every step's tokens for padding, and warn             | the check is disabled (`prepare`)           |
-| Granite hybrids, windows | look up masks of kinds for which they make none             | an empty mask by kind (`add_mask_names`)    |
+| Granite hybrids, windows | make no mask for sliding layers, and fail when they read it | an empty mask by kind (`add_mask_names`)    |
 | MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
 | Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
 | Gemma 3n and 4           | layers read the K and V of an earlier layer                 | names that layer (`name_kv_sources`)        |
 | Bloom, Falcon, …         | attention is inside a module, or adds a bias or a mask      | transformers' own cache (`SEPARATE`)        |
-| XLNet, Reformer, …       | the probe would state a misleading reason                   | refused by name (`REFUSED_FAMILIES`)                 |
+| XLNet, Reformer, …       | the probe would state a misleading reason                   | refused by name (`REFUSED_FAMILIES`)        |
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def calls_registry(model: Any) -> bool:
 
 
 def separation_reason(model: Any) -> str | None:
-    """Return the reason why the sequences of a step cannot be packed for a model, or None. Such a model runs with
-    transformers' own cache (`own_cache`)."""
+    """Return None if a model can compute the packed sequences of a step. Otherwise return the reason why it cannot.
+    A model with a reason runs with transformers' own cache (`own_cache`)."""
     if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
         return None
     reason = SEPARATE.get(model.config.get_text_config().model_type)
@@ -125,9 +125,8 @@ def _takes(module: Any, argument: str) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """Prepare a model to run on pages or on the meta device. Repeated calls are allowed. Raises ModelError (see
-    `fix_rope_frequencies`).
-    """
+    """Prepare a model to run on pages or on the meta device. Repeated calls are allowed. Raises ModelError for
+    dynamic rope scaling."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
@@ -137,8 +136,9 @@ def prepare(model: Any, context: int | None = None) -> None:
 
 
 def name_kv_sources(model: Any) -> None:
-    """Set `kv_source` in attention modules of layers without K and V of their own: the last earlier layer of the same
-    kind with K and V. Repeated calls are allowed."""
+    """Set `kv_source` in the attention modules of layers without K and V of their own. `kv_source` is the number of
+    the layer whose K and V the module reads. This is the last layer of the same kind that has K and V. Repeated
+    calls are allowed."""
     config = model.config.get_text_config()
     count = getattr(config, "num_kv_shared_layers", None) or 0
     if not count:

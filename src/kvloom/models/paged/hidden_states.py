@@ -44,10 +44,9 @@ class HiddenStates:
     def write_last(
         self, batch: Batch, states: torch.Tensor, if_set: torch.Tensor, nodes: torch.Tensor | None = None
     ) -> None:
-        """Write the hidden state of the last token of each row, if the boolean `if_set` (on the device) is set.
-        `states` are those of all tokens. Also write the states of the tokens that `nodes` marks. A CUDA graph can contain
-        this write.
-        """
+        """If the boolean `if_set` (on the device) is true, write the hidden states of some tokens to pages: the last
+        token of each sequence, and the tokens that the mask `nodes` marks. `states` [tokens, size] has the hidden
+        states of all tokens of the step. A CUDA graph can capture this method."""
         packed, rows = _rows_of(batch)
         is_last = batch.starts[1:][rows] == packed + 1
         is_last = if_set & (is_last if nodes is None else is_last | nodes)
@@ -66,7 +65,7 @@ class HiddenStates:
 
 
 def _rows_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each token of a step, and the row to which it belongs."""
+    """Return the index of each token of a step, and the number of the sequence to which the token belongs."""
     count = len(batch.tokens)
     packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
     rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)

@@ -52,9 +52,8 @@ class ImageInputs:
     cross_attended: bool = False
 
     def step_tokens(self, start: int, count: int) -> int:
-        """Return how many of the `count` tokens from `start` on a step may compute. A step must not end inside a
-        whole image, so the result may be 0.
-        """
+        """Return how many tokens a step may compute from position `start` on, at most `count`. With `whole`, a step
+        must not end inside an image, so the result may be smaller than `count`, or 0."""
         if self.whole:
             for item in self.media:
                 if item.start < start + count < item.stop:
@@ -74,8 +73,9 @@ class ImageInputs:
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the pages of these images.
-    `real` marks which token positions in the pages contain image tokens."""
+    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the page ids of these
+    images, with one column for each page of a block. `real` marks which token positions in the pages contain image
+    tokens."""
 
     count: int
     pages: torch.Tensor

@@ -57,9 +57,10 @@ def out_of_latent_space(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Queries of one or more sequences, and the tokens that they read. `rows` and `positions` name these tokens: the
-    row of the block table, and the position in the sequence. `merges` states that an earlier part has the same
-    queries."""
+    """Queries of one or more sequences, and the tokens that they read. `starts` has the first query of each
+    sequence, counted from the first query of the part. `token_starts` has the same for the tokens. Each token has a
+    row of the block table (`rows`) and a position in its sequence (`positions`). `merges` states that an earlier
+    part has the same queries, so the results of both are merged."""
 
     queries: slice
     starts: list[int]
@@ -72,8 +73,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """The sequences of a step that are not expanded: the first query of each, numbers of tokens, and which queries and
-    rows of block tables are theirs."""
+    """The sequences of a step that are not expanded. `bounds` has the first query of each of these sequences,
+    counted among their queries only. `lengths` has their numbers of tokens. `queries` selects their queries in the
+    step, and `rows` their rows of the block tables."""
 
     bounds: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -82,8 +84,8 @@ class Absorbed:
 
 
 class ExpandedPlan:
-    """The sequences of a step that are expanded, and the others. A plan is made once per step, and every layer runs
-    it."""
+    """The sequences of a step that are expanded, and those that are not (`absorbed`). A plan is made once per step,
+    and every layer runs it."""
 
     def __init__(
         self,
@@ -93,8 +95,9 @@ class ExpandedPlan:
         limit: int,
         device: torch.device,
     ) -> None:
-        """`chosen` are the numbers of the expanded sequences. `bounds` contains the first query of each sequence, and
-        `lengths` the number of its tokens, with the new ones. At most `limit` tokens are expanded at a time."""
+        """`chosen` are the numbers of the expanded sequences in the step. `bounds` contains the first query of each
+        sequence of the step. `lengths` contains the number of its tokens, including new tokens. At most `limit`
+        tokens are expanded at a time."""
         self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []
@@ -115,7 +118,8 @@ class ExpandedPlan:
     def of_step(
         cls, bounds: Sequence[int], lengths: Sequence[int], limit: int, device: torch.device
     ) -> ExpandedPlan | None:
-        """Return the plan of a step. None if no sequence is worth it."""
+        """Return the plan of a step. Return None if no sequence has enough new tokens to be expanded
+        (`MIN_QUERIES`)."""
         chosen = []
         for place, length in enumerate(lengths):
             queries = bounds[place + 1] - bounds[place]
@@ -127,7 +131,8 @@ class ExpandedPlan:
     def _others(
         chosen: set[int], bounds: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> Absorbed | None:
-        """Return the sequences that are not expanded, or None. If they come first in the step, nothing is copied."""
+        """Return the sequences that are not expanded, or None if there are none. If they are the first sequences of
+        the step, slices select their queries and rows, so nothing is copied."""
         others = [place for place in range(len(lengths)) if place not in chosen]
         if not others:
             return None
@@ -142,7 +147,7 @@ class ExpandedPlan:
     def _add_group(
         self, group: list[int], bounds: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> None:
-        """Add a part in which sequences read all of their tokens."""
+        """Add one part for several adjacent sequences, with all of their tokens."""
         begin = bounds[group[0]]
         counts = np.array([lengths[i] for i in group])
         ends = np.cumsum(counts)
@@ -162,7 +167,8 @@ class ExpandedPlan:
     def _add_long(
         self, place: int, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> None:
-        """Add the parts of one long sequence: first its new tokens, then its cached tokens in pieces."""
+        """Add the parts of a sequence that is longer than the limit: first a part with its new tokens, then parts of
+        at most `limit` cached tokens."""
         queries = slice(bounds[place], bounds[place + 1])
         count = queries.stop - queries.start
         cached = lengths[place] - count

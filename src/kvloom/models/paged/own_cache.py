@@ -29,9 +29,9 @@ from .sequence_cache import SequenceCache, forward_arguments, new_cache
 __all__ = ["run_separately", "runs_separately"]
 
 MARK = "runs_separately"
-"""The attribute of a model that `run_separately` has changed."""
+"""Name of the attribute that `run_separately` sets in a model that it has changed."""
 TRIAL_PARTS = (5, 1, 1, 6)
-"""Numbers of tokens into which a prompt is split, to find code whose results depend on this."""
+"""Sizes in tokens of the parts into which `try_splits` splits a prompt."""
 
 
 def runs_separately(model: Any) -> bool:
@@ -92,9 +92,9 @@ class _Separate:
 
     @torch.inference_mode()
     def try_splits(self) -> None:
-        """Compute a prompt in one part and in several parts, to learn how the model can continue a sequence. Modeling code
-        may continue its states only with single tokens. Raises ModelError if the logits also differ with single tokens.
-        Such code cannot resume a cached prefix. For example, its attention may not be causal."""
+        """Compute a prompt in one part and in several parts, to learn how the model can continue a sequence. Some
+        modeling code can continue its states only with single tokens. Raises ModelError if the logits differ even
+        with single tokens, for example because attention is not causal. Such a model cannot resume a cached prefix."""
         weight = self._model.get_input_embeddings().weight
         half = len(weight) // 2  # special tokens are often the first ones
         tokens = half + torch.arange(sum(TRIAL_PARTS), device=weight.device) * 3 % half
@@ -116,7 +116,8 @@ class _Separate:
             )
 
     def _difference(self, whole: torch.Tensor, tokens: torch.Tensor) -> float:
-        """Return the mean difference between `whole`, the logits of a prompt, and its logits in several parts."""
+        """Return the mean difference between the logits of a prompt computed at once (`whole`) and computed in
+        several parts."""
         cache, found, start = new_cache(self._model), [], 0
         for part in torch.split(tokens, list(TRIAL_PARTS)):
             found.append(self.compute(cache, part, start))

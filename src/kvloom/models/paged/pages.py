@@ -95,7 +95,8 @@ class Pages(EmptyCache):
         piece: int = 0,
         prefix: str = "",
     ) -> None:
-        """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
+        """A target and a draft model may share the pool. `prefix` selects the layers of one of them: "" selects those
+        of the target, and `DRAFT_PREFIX` those of the draft model.
 
         `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is not
         0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
@@ -425,9 +426,9 @@ class Pages(EmptyCache):
         scale: float,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the new latents of an MLA layer (`key` and its rotated part `value`). Then return attention of packed
-        queries [tokens, heads, dim]: of long prompts with expanded keys and values, of the sequences before them in
-        latent space. `weight` is the up-projection."""
+        """Write the new latents of an MLA layer (`key`, and the rotated part `value`). Then return attention of
+        packed queries [tokens, heads, dim]. Long prompts read expanded keys and values. All other sequences are
+        computed in latent space. `weight` is the up-projection."""
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         self._write(self._views[layer_idx][0], new_k, new_v)
         return self._read_latents(layer_idx, scale, weight, query, new_k, new_v)
@@ -445,8 +446,8 @@ class Pages(EmptyCache):
         out: torch.Tensor | None = None,
         some: Absorbed | None = None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. `query` has the
-        queries of `some` sequences, or of all."""
+        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. With `some`,
+        `query` has only the queries of these sequences."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
@@ -513,9 +514,9 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the page ranges that sequences share (shared runs), for replays of a decode step with `rows`
-        sequences. Each range is then read once. Return whether there are any. `windows` are the shared ranges of
-        windowed layers, or None. The ranges stay valid until the next call."""
+        """Set the page ranges that several sequences share (shared runs). Replays of a decode step with `rows`
+        sequences then read each range once, until the next call. `windows` are the shared ranges of windowed layers.
+        If `windows` is None, those of the last call stay. Return whether any of `runs` was set."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)
@@ -529,7 +530,8 @@ class Pages(EmptyCache):
         return self._shared_runs[key]
 
     def _plan(self, shape: Shape, span: Visibility, some: Absorbed | None = None) -> Plan:
-        """Return the plan of the step, or of `some` of its sequences."""
+        """Return the attention plan of the step for layers with this shape and visibility (`span`). With `some`, the
+        plan covers only these sequences."""
         batch = self.batch
         # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
         decodes = batch.replayed or (

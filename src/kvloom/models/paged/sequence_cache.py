@@ -89,7 +89,7 @@ class SequenceCache:
         return {cache_argument(self._model): self.cache}
 
     def take_result(self, result: Any) -> None:
-        """Store the states that a forward has returned."""
+        """Store the states that a forward has returned. Does nothing for models whose states are in the cache."""
 
     def new_tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values of a layer, each [tokens, heads, dim]."""
@@ -101,12 +101,13 @@ class SequenceCache:
         return tuple(x.transpose(0, 1)[None].shape for x in self.new_tokens(layer))  # type: ignore[return-value]
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a layer of the cache keeps, including the next one. None means all."""
+        """Return the window of a layer in tokens, including the token that is computed next. None means that the
+        layer keeps all tokens."""
         return getattr(self.cache.layers[layer], "sliding_window", None)
 
     def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
-        """Set the visible tokens of a layer, in a sequence of `length` tokens. `tokens` has the fields "k", "v" or
-        "latent", and "index", each [tokens, …]."""
+        """Set the visible tokens of a layer, in a sequence of `length` tokens. `tokens` has the fields "k" and "v",
+        or "latent". For a layer with an indexer, `tokens` also has "index". Each field is [tokens, …]."""
         found = dict(tokens)
         if "latent" in found:  # one head, in two parts
             rank = self._model.config.get_text_config().kv_lora_rank
@@ -150,8 +151,9 @@ class SequenceCache:
 
 
 class DeepseekV4Cache(SequenceCache):
-    """Some layers also keep compressed entries, one for each window of `compress_rate` tokens. An entry is stored with the
-    last token of its window, behind the key. What is left of unfinished windows is a state."""
+    """The cache of DeepSeek V4. Some layers also store one compressed entry for each window of `compress_rate`
+    tokens. In pages, the last token of a window contains the entry, after the key. The compressor's inputs from an
+    unfinished window are stored as a state."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -297,7 +299,8 @@ class RecurrentGemmaCache(SequenceCache):
 
 
 class Qwen4Cache(SequenceCache):
-    """Its first indexed layer also keeps the positions of all tokens. One convolution's inputs are token ids."""
+    """The cache of Qwen4. The first layer with an indexer also stores the positions of all tokens. One of the
+    convolution states (`conv_2`) contains token ids."""
 
     def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
         super().fill_tokens(layer, tokens, length)

@@ -37,9 +37,9 @@ class TokenMover:
             self._fields.append((group, [_all_layers(field, group) for field in first]))
 
     def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
-        """Copy tokens inside their sequences, all at once. `rows` are the rows of the sequences, `sources` and `targets`
-        the indexes of the tokens. Does not wait for the device. The number of launches does not depend on the number of
-        layers."""
+        """Copy tokens inside their sequences, all at once. Token i moves from index `sources[i]` to index
+        `targets[i]` of the sequence in row `rows[i]` of the block tables. Does not wait for the device. The number
+        of launches does not depend on the number of layers."""
         block = self._cache.block_tokens
         tables = self._cache.page_tables
         for group, fields in self._fields:
@@ -56,8 +56,8 @@ class TokenMover:
 
 
 def _all_layers(field: torch.Tensor, group: PageGroup) -> torch.Tensor:
-    """Return a view of one field of all layers in a page, from the field of the first layer. The bytes have an integer
-    type, because not all devices can index fp8."""
+    """Return a view of one field in all layers that share a page. `field` is the view of the first layer. The result
+    has an integer dtype, because not all devices can index fp8."""
     field = field.view(_INTEGERS[field.element_size()])
     step = group.layer_bytes // field.element_size()
     return field.as_strided(

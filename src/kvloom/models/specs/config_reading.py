@@ -123,8 +123,8 @@ class Config:
         return Config({"model_type": self.model_type, **inner}, {})
 
     def layer(self, index: int, kind: str) -> Config:
-        """Return the config of one layer, in which `layer_index` and `layer_kind` are set. `per_layer_config` may give
-        a layer other values."""
+        """Return the config of layer number `index`, with the additional fields `layer_index` and `layer_kind`. The
+        field `per_layer_config` may override values for single layers."""
         own = self.nested("per_layer_config")._values
         values: Mapping[str, Any] = next(
             (given for name, given in own.items() if name.isdigit() and int(name) == index), {}
@@ -189,8 +189,9 @@ def windows_from_layer(config: Config) -> list[str]:
 
 
 def full_within(field: str) -> Pattern:
-    """Return a pattern of full layers for models whose tokens depend on how a prompt is split if a sequence is longer
-    than the config field `field`. The context must not be longer."""
+    """Return a pattern of full-attention layers, for models with a length limit in the config field `field`. Beyond
+    this limit, results depend on how a prompt is split into chunks. The pattern raises ModelError if the context is
+    longer than the limit."""
 
     def pattern(config: Config) -> list[str]:
         limit, context = config.optional(field), config.size("max_position_embeddings")
@@ -211,7 +212,8 @@ def mimo_layers(config: Config) -> list[str]:
 
 
 def zamba_layers(config: Config) -> list[str]:
-    """Return the layer kinds of Zamba: two recurrent layers and a hybrid one, then one hybrid layer in each period."""
+    """Return the layer kinds of Zamba: first two recurrent layers and one hybrid layer. After these three, every
+    period of `attn_layer_period` layers has one hybrid layer."""
     period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
     rest = ["hybrid" if i % period == offset else "linear_attention" for i in range(config.depth - 3)]
     return ["linear_attention", "linear_attention", "hybrid", *rest]
@@ -295,8 +297,8 @@ def _state(
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
     The channels of the convolution consist of several parts: first the inputs, then the parts that heads share. If
-    the field is sharded along axis 0, each part must be split. The recurrent state has the dtype in the config, by
-    default float32.
+    the field is sharded along axis 0, each part must be split separately. The recurrent state has the dtype in the
+    config, by default float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
@@ -384,8 +386,8 @@ def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of MLA with an indexer: the latent, and the key of the indexer, which is never quantised. Some
-    layers use the tokens that the indexer of an earlier layer has selected. They have no key."""
+    """Return the fields of MLA with an indexer: the latent, and the indexer's key, which is never quantised. Some
+    layers have no indexer's key, because they use the tokens that the indexer of an earlier layer has selected."""
     index, kinds, period = (
         config.count("layer_index"),
         config.get("indexer_types"),
@@ -400,8 +402,9 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of DeepSeek V4: the shared key and value of a token, and behind it one compressed entry (and the
-    indexer's), which only the last token of a window has."""
+    """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers,
+    space for a compressed entry follows, and in sparse layers also for the indexer's entry. Only the last token of a
+    window uses this space."""
     more = {
         "heavily_compressed_attention": config.size("head_dim"),
         "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
@@ -412,8 +415,8 @@ def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def deepseek_v4_windows(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of DeepSeek V4's unfinished windows: the inputs of its compressors, and in sparse layers those of
-    the window before."""
+    """Return the fields of DeepSeek V4's state: the compressors' inputs from a window that is not complete yet. In
+    sparse layers, the state also has the inputs of the window before."""
     kind, dim = config.get("layer_kind"), config.size("head_dim")
     rate = config.nested("compress_rates").size(kind)
     if kind == "heavily_compressed_attention":
@@ -430,8 +433,8 @@ def deepseek_v4_windows(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def deepseek_v4_layers(config: Config) -> list[str]:
-    """Return the layer kinds of DeepSeek V4, for configs that do not list them: two heavily compressed layers, then both
-    kinds in turn."""
+    """Return the layer kinds of DeepSeek V4, for configs that do not list them. The first two layers are heavily
+    compressed. Then heavily compressed layers and compressed sparse layers alternate."""
     kinds = ("compressed_sparse_attention", "heavily_compressed_attention")
     return [kinds[1] if i < 2 else kinds[(i + 1) % 2] for i in range(config.depth)]
 
@@ -448,8 +451,8 @@ def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Qwen4's recurrent layers: a delta rule, and in layers with n-gram embeddings the last inputs
-    of a dilated convolution and the last token ids, as numbers."""
+    """Return the fields of Qwen4's recurrent layers: those of a delta rule. Layers with n-gram embeddings also have
+    the last inputs of a dilated convolution, and the last token ids, stored as float32."""
     fields = delta(config, dtype)
     if config.count("layer_index") + 1 not in config.numbers("ple_layer_ids"):
         return fields
@@ -460,7 +463,8 @@ def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def rwkv(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of RWKV: the last inputs of both parts of a layer, and an average over all tokens."""
+    """Return the fields of RWKV: the last inputs of attention and MLP, and a weighted average over all tokens. The
+    average has three parts: numerator, denominator and largest exponent."""
     width = config.size("hidden_size")
     names = ("numerator", "denominator", "maximum")
     return (
@@ -485,7 +489,7 @@ def xlstm(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def recurrent_gemma(config: Config) -> list[str]:
-    """Return the layer kinds of RecurrentGemma, whose config lists one period."""
+    """Return the layer kinds of RecurrentGemma. Its config lists the kinds of one period, which repeats."""
     kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
     period = config.get("block_types")
     return [kinds[period[i % len(period)]] for i in range(config.depth)]
@@ -514,7 +518,8 @@ def zamba(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def zaya(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Zaya's convolutions over queries and keys, and of the value of the last token."""
+    """Return the fields of Zaya's states: the last inputs of the convolutions over queries and keys, and a value of
+    the last token."""
     heads, kv = config.size("num_attention_heads"), config.size("num_key_value_heads")
     width = config.size("head_dim")
     kernel = config.size("cca_time0") + config.size("cca_time1") - 2
@@ -525,7 +530,7 @@ def zaya(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def inkling(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Inkling. Its sliding layers have sizes of their own."""
+    """Return the fields of Inkling. Its config has separate numbers and sizes of heads for sliding layers."""
     prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
     return attention_fields(
         config.size(f"{prefix}num_key_value_heads"), config.size(f"{prefix}head_dim"), dtype
@@ -534,7 +539,7 @@ def inkling(config: Config, dtype: str) -> tuple[Field, ...]:
 
 def inkling_states(config: Config, _: str) -> tuple[Field, ...]:
     """Return the fields of Inkling's four convolutions in each layer: over keys, values and the outputs of attention
-    and MLP. They are computed in float32."""
+    and MLP. Their inputs are stored in float32."""
     prefix = "swa_" if config.get("layer_kind") == "hybrid_sliding" else ""
     kv = config.size(f"{prefix}num_key_value_heads") * config.size(f"{prefix}head_dim")
     hidden, kernel = config.size("hidden_size"), config.size("conv_kernel_size", "sconv_kernel_size")
@@ -543,8 +548,8 @@ def inkling_states(config: Config, _: str) -> tuple[Field, ...]:
 
 
 def falcon(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Falcon. Its first architecture has one KV head, or one per query head. Its second stores
-    the KV heads once per query head."""
+    """Return the fields of Falcon. The old architecture has one KV head, or one per query head. The new architecture
+    (`new_decoder_architecture`) stores a copy of the KV head for every query head."""
     heads = config.size("num_attention_heads")
     if not config.get("new_decoder_architecture"):
         heads = 1 if config.get("multi_query", True) else config.optional("num_kv_heads") or heads
@@ -564,7 +569,8 @@ def dbrx(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def twice_as_many_layers(config: Config) -> list[str]:
-    """Return the layer kinds of LongCat. Each of its layers has two attention modules."""
+    """Return the layer kinds of LongCat. Each of its layers has two attention modules, which count as two layers
+    here."""
     return ["full_attention"] * (2 * config.size("num_layers"))
 
 
@@ -579,8 +585,8 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 @dataclass(frozen=True, slots=True)
 class Family:
     """The rules for reading the config of one model type. `pattern` returns the layer kinds. `token` and `state`
-    return the fields of tokens and states. `defaults` are values that published configs may omit. `names` maps config
-    fields of this type to our names."""
+    return the fields of tokens and states. `mixer` is the part of a spec's name for states, as in "layers.3.mamba".
+    `defaults` are values that published configs may omit. `names` maps config fields of this type to our names."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]

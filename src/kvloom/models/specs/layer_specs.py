@@ -13,7 +13,7 @@ Needs no weights, torch or network. `families_table` defines how the config of e
 | hybrid              | the same as full_attention and linear_attention together         |
 | hybrid_sliding      | the same as sliding_attention and linear_attention together      |
 | indexed_attention   | the same as full_attention, and the key of an indexer            |
-| …compressed…        | the same, with compressed entries, and one state: an open window |
+| …compressed…        | K and V, compressed entries; one state: an unfinished window     |
 | shared              | nothing: the layer reads the K and V of an earlier layer         |
 | mlp, moe            | nothing                                                          |
 """
@@ -53,8 +53,9 @@ KVDtype = str | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """How a model processes the tokens of an image. With `place` "stream", they have positions like text, in every
-    layer. With "cross", only cross-attention layers read them. `token_id` is the placeholder in the prompt."""
+    """How a model processes the tokens of an image. With `place` "stream", image tokens have positions in the text,
+    and every layer processes them. With "cross", only cross-attention layers read them. `token_id` is the
+    placeholder in the prompt."""
 
     place: Literal["stream", "cross"]
     token_id: int | None = None
@@ -165,8 +166,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """Return the kind of every layer. The kinds are listed in the config. If the config has no list, they follow from
-    the family's pattern."""
+    """Return the kind of every layer. The config lists the kinds. Without a list, they follow from the family's
+    pattern. Layers that read the K and V of an earlier layer have the kind "shared"."""
     older = {
         "attention": "full_attention",
         "mamba": "linear_attention",

@@ -47,8 +47,8 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return the number of media tokens that the cache must allocate for `count` embeddings. This is a whole
-        number of pages."""
+        """Return how many media tokens the cache must allocate, so that their pages have space for `count`
+        embeddings. The result is a multiple of the tokens of a block."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

@@ -170,8 +170,8 @@ class Vision:
         return replace(self._image(given, tenant), read=read, store=store)
 
     def _read_images(self, images: Many[Any], tenant: str, read: bool, store: bool) -> tuple[Image, ...]:
-        """Return the images of a prompt. Given embeddings with another length than this model's embeddings are
-        dropped."""
+        """Return the images of a prompt. If an encode worker computed embeddings, but their number is not the token
+        count of the image in this model, the embeddings are dropped."""
         known = []
         for image in (self.read_image(given, tenant, read, store) for given in images):
             made = image.embeddings
@@ -180,7 +180,8 @@ class Vision:
         return tuple(known)
 
     def has_count(self, image: Image) -> bool:
-        """Return whether the token count of an image follows from its shape, without running the tower."""
+        """Return whether the token count is already known for the shape of this image. Otherwise its embeddings must
+        first be loaded or computed."""
         return self._shape_key(image) in self._counts
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
