@@ -84,8 +84,8 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Measures the waste when the most pages are in use. The result is the mean over samples near this peak, because
-    many blocks may fill in the same step.
+    """Measures the waste when the most pages are in use. The waste changes a lot if many blocks become full in the same
+    step, so the result is the mean over several samples near this peak.
     """
 
     SHARE = 0.01

@@ -89,8 +89,8 @@ class FleetPlan:
 
 
 def excess_of(outcome: FleetOutcome, objective: Objective) -> tuple[float, float]:
-    """Return the 99th percentiles of TTFT and of time between tokens, each divided by its objective. 0 stands for a
-    missing objective.
+    """Return the 99th percentiles of TTFT and of time between tokens, each divided by its objective. If an
+    objective is not set, its ratio is 0.
     """
     ttft, tbt = objective.ttft_ms, objective.tbt_ms
     return (

@@ -49,8 +49,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page are the same object
-        in the inner tier."""
+        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page get the same key, so
+        the inner tier stores only one of them."""
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
         else:

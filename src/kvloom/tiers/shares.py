@@ -111,8 +111,8 @@ def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share
     """Returns the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight gets
     no share.
 
-    The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guaranteed part is the protected
-    part of the tenant's weight, divided by the sum of all weights.
+    The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guarantee is the tenant's
+    weight times its protected fraction, divided by the sum of all weights.
     """
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)

@@ -15,8 +15,8 @@ __all__ = ["Shard", "worker_count"]
 class Shard:
     """The part of the KV cache that one worker has.
 
-    `rank` is the number of the worker in its replica. `text` is part of the form of a page. It contains the worker's
-    tensor and pipeline rank, and the numbers of ranks. It is the same in all replicas of data parallelism, because
+    `rank` is the number of the worker in its replica. Workers share a page only if its `text` is
+    equal. `text` contains the worker's tensor and pipeline rank, and the tensor and pipeline sizes. It is the same in all replicas of data parallelism, because
     their pages are equal. `process` is unique among the workers of all replicas. It replaces `{rank}` in the URLs of
     tiers.
     """

@@ -66,7 +66,7 @@ class EncoderChooser:
         return name
 
     def ended(self, name: str, count: int) -> None:
-        """Record that `count` images of an encode worker are no longer open."""
+        """Record that an encode worker has encoded, or failed to encode, `count` images that were sent to it."""
         self.open_images[name] -= count
         if self.open_images[name] <= 0:
             del self.open_images[name]

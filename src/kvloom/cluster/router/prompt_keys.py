@@ -66,9 +66,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json. Without
-    `tokenizer`, a worker tokenises texts. A worker always tokenises chats. If `uses_workers` is False, workers tokenise
-    nothing, and pieces of the text are hashed instead of tokens. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json, or by a
+    worker if it is not given. Chats are tokenised by a worker. If `uses_workers` is False, no worker is asked. Texts that
+    a worker would have tokenised are then hashed in pieces. An image counts as `image_tokens` tokens.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class HashIndex(Generic[HashKey]):
         tail_tokens: int = 0,
     ) -> None:
         """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain: `parent` is the
-        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, the only hash
-        covers a partial last block of this many tokens."""
+        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, `hashes` must have
+        exactly one hash, which covers a partial last block of this many tokens."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0

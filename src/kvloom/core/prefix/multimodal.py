@@ -26,8 +26,8 @@ __all__ = ["Media", "MediaIds", "MediaRun", "activation_mark"]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of the
-    image's tokens in layers on the media axis, or 0 if the model has no such layers.
+    """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
+    tokens that the image has in layers with pages of images (cross attention), or 0 if the model has no such layers.
     """
 
     start: int

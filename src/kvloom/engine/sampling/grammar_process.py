@@ -149,7 +149,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
 
 
 class _Child:
-    """A child process. It has one grammar, and one matcher for each state."""
+    """A child process for one grammar. It has one matcher for each answer that the grammar constrains."""
 
     def __init__(
         self, link: socket.socket, tokenizer: LLTokenizer, words: int, seconds: float, memory: int

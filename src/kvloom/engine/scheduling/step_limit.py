@@ -34,7 +34,8 @@ class StepLimit:
 
     @property
     def tokens(self) -> int:
-        """The largest number of prompt tokens, and also of decoding requests, in the next step. At least one."""
+        """The limit of the next step. It applies to the number of prompt tokens, and separately to the number of decoding
+        requests. At least one."""
         if self._speed is None:
             return self._most
         fitting = int(self._speed * SHARED_SECONDS) // LEAST_TOKENS * LEAST_TOKENS

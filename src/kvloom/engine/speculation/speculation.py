@@ -38,7 +38,7 @@ MASK_SECONDS = 0.01
 
 def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes: int = 0) -> int:
     """Return the largest number of tokens in a draft. `proposers` are named as in the settings, like "draft=MODEL".
-    Heads draft trees of `tree_nodes` tokens, or chains if it is 0."""
+    MTP and EAGLE heads propose trees of `tree_nodes` tokens, or chains if it is 0."""
     kinds = [name.partition("=")[0] for name in proposers]
     if draft_tokens is not None:
         return max(draft_tokens, tree_nodes) if kinds else 0

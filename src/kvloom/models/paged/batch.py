@@ -378,8 +378,8 @@ class BatchBuilder:
         self._copy(block, slots=slots, slot_count=size)
 
     def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids, npt.NDArray[np.uint8]]:
-        """Divide the uploaded numbers of `drafted(size)` into four parts: numbers per token, numbers per row, the
-        starts of rows, and the trees."""
+        """Divide `block`, the integers that are copied to the device for a graph of `size` tokens (see `drafted`), into
+        four parts: integers per token, integers per row, the starts of rows, and the draft trees."""
         at, end = self._token_fields * size, len(block) - size * self._tree_columns // 4
         starts = end - size - 1
         return (
@@ -390,7 +390,7 @@ class BatchBuilder:
         )
 
     def _drafted_padding(self, size: int) -> Ids:
-        """Return the uploaded numbers of `drafted(size)` for a step that contains only padding."""
+        """Return the integers of a graph of `size` tokens (see `drafted`), for a step that contains only padding."""
         width, states = len(self._tables), self._states
         fields = self._token_fields + 3 + width + (states + 1 if states else 0) + self._shifted
         block = np.zeros(fields * size + size + 1 + size * self._tree_columns // 4, np.int32)
@@ -466,9 +466,9 @@ class BatchBuilder:
         return replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch with which a graph for `tokens` tokens with drafts is captured. A sequence has at most
-        `longest` tokens. The batch has as many sequences as tokens. Every replay computes the batch from the
-        numbers of the last `send_drafted`."""
+        """Return the batch for the capture of steps with drafts. The graph has space for `tokens` tokens, and for as many
+        sequences, because a sequence may have a single token. A sequence has at most `longest` tokens. Every replay reads
+        the integers that `send_drafted` sent last."""
         width, sequences, blocks = self._tables.shape
         states, sent = self._states, self._sent
         fields = 3 + width + (states + 1 if states else 0) + self._shifted

@@ -319,9 +319,9 @@ class Pages(EmptyCache):
         """Write the new keys and values of a layer ([1, heads, tokens, dim]) to its pages. Then return attention of
         packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v].
 
-        `latent_values` is the number of dims of a latent that are values. `rotary` (cos and sin, [1, tokens, dim],
-        every angle twice) is used only in replayed steps. Queries are then rotated in place, and keys are rotated
-        while they are written.
+        `latent_values` is the number of dims of a latent that are values. `rotary` is (cos, sin), each [1, tokens,
+        dim] with every angle twice. It is used only in steps that a CUDA graph computes. In these steps, queries are
+        rotated in place, and keys are rotated while they are written.
         """
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))

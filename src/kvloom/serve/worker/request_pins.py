@@ -21,7 +21,8 @@ POOL_PARTS = 4
 
 
 class RequestPins:
-    """The pins of one engine, oldest first, with the sessions of their requests."""
+    """The pins of one engine, oldest first, with the sessions of their requests. A pin keeps the cached pages of a
+    prompt in the pool."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -280,8 +280,8 @@ class RedisStore(Store):
     # --- for operators
 
     def owners(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Returns, for each key, the id of the tenant that owns the value. The id is empty if the tenant has no
-        share."""
+        """Returns, for each key, the id of the tenant that owns the value. The id is empty if no share of the
+        store is configured for the tenant."""
         found = self._connection.call("HMGET", _OWNERS, *keys)
         ids = ((owned or b"").partition(b" ")[0].decode(errors="replace") for owned in found)
         return [bytes.fromhex(each) if re.fullmatch("[0-9a-f]{32}", each) else b"" for each in ids]
