@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md"} | {
-    name: name for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
+    name: name for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md")
 }
 """Pages beside docs/, with their names in the site."""
 ICON = ROOT / "src" / "kvloom" / "serve" / "dashboard" / "page" / "icon.svg"

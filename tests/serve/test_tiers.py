@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def test_an_unusable_tier_ends_the_start_before_loading(folder: Path, tmp_path: 
 def test_a_restarted_engine_does_not_require_its_tiers() -> None:
     tiers = ["host:1GiB", "redis://host?capacity=1GiB", "disk:/kv:1GiB?optional=1&write=back"]
     start = Start("model", settings={"tiers": tiers})
-    before: Any = None  # matters to pools that share memory
+    before: Any = SimpleNamespace(adapter_slots=0)  # the rest matters to pools that share memory
     assert _restart(start, before).settings["tiers"] == [
         "host:1GiB?optional=1",
         "redis://host?capacity=1GiB&optional=1",

@@ -41,7 +41,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
     site = tmp_path / "site"
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / f"{page.stem}.html").exists(), page.name
-    for name in ("index", "CONTRIBUTING", "CHANGELOG", "CODE_OF_CONDUCT"):
+    for name in ("index", "CONTRIBUTING", "CHANGELOG", "CODE_OF_CONDUCT", "SECURITY"):
         assert (site / f"{name}.html").exists()
     loads = re.compile(
         r"<(?:script|img|source|iframe)\b[^>]*\bsrc(?:set)?=[\"']?(?:https?:)?//|<link\b[^>]*href=[\"']?(?:https?:)?//"
@@ -68,6 +68,7 @@ def test_a_broken_link_fails_the_build(text: str, tmp_path: Path) -> None:
         "README.md",
         "CONTRIBUTING.md",
         "CODE_OF_CONDUCT.md",
+        "SECURITY.md",
         "CHANGELOG.md",
     ):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -84,7 +85,8 @@ def test_the_menu_has_every_page() -> None:
     menu = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(menu) == len(set(menu))
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
-    assert set(menu) == pages | {"index.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"}
+    beside = {"index.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"}
+    assert set(menu) == pages | beside
 
 
 def test_a_list_begins_after_an_empty_line() -> None:
