@@ -343,7 +343,7 @@ def test_a_lookup_may_exceed_the_objects_of_one_message() -> None:
     host = HostTier(HostConfig(8 * MIB, slab_bytes=64 << 10))
     assert host.write(many, Ranges(np.zeros(64, np.uint8), np.zeros(len(many)))).ok.all()
     server = PeerServer(host, PeerConfig())
-    tier = open_peer(server.address)
+    tier = open_peer(server.address, config=RemoteConfig(1, timeout=20))
     assert tier.stats().objects == 70_000
     assert tier.lookup(many).all()
     transfer = tier.read(many, Ranges(np.ones(70_000 * 64, np.uint8), np.arange(70_000) * 64))
