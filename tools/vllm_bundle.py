@@ -61,8 +61,8 @@ def __getattr__(name):
         raise AttributeError(name)
     return type(name, (), {})
 '''
-WEIGHTS = '''"""A plug-in of vLLM: dummy weights as `kvloom bench engine` draws them. vLLM's own are so small that most tokens select
-the same experts."""
+WEIGHTS = '''"""A plug-in of vLLM: dummy weights as `kvloom bench engine` draws them. vLLM's own are smaller, and equal
+in layers of equal shape, so tokens may select other experts."""
 
 import itertools
 
