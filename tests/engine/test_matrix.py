@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,18 +128,12 @@ class References:
             if dtype == "exact" and samples == "1":
                 self._known[key] = [[greedy(model, prompt, NEW)] for prompt in prompts()]
             else:
-                engine = make_engine(copy_of(model), 1 << 22, kv_dtype=None if dtype == "exact" else dtype)
+                engine = make_engine(deepcopy(model), 1 << 22, kv_dtype=None if dtype == "exact" else dtype)
                 requests = [engine.add(prompt, params(samples)) for prompt in prompts()]
                 engine.run()
                 self._known[key] = [[sample.output for sample in request.family] for request in requests]
                 engine.close()
         return self._known[key]
-
-
-def copy_of(model: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(model)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +169,7 @@ def test_features_together(case: dict[str, str], references: References, tmp_pat
             settings["lora"] = {"adapter": str(references.adapter(case["family"]))}
 
         def engine() -> Engine:
-            return make_engine(copy_of(model_of(case["family"])), pool_of(case), **settings)
+            return make_engine(deepcopy(model_of(case["family"])), pool_of(case), **settings)
 
         first, control = engine(), CacheControl(tenant="t" if case["tenant"] == "salted" else "")
         name = None if case["lora"] == "none" else case["lora"]
@@ -211,7 +206,7 @@ def check(case: dict[str, str], requests: list[Request], references: References)
 
 def test_a_tight_pool_preempts() -> None:
     for family in ("llama", "deepseek_v3", "gpt_oss"):
-        engine = make_engine(copy_of(model_of(family)), TIGHT)
+        engine = make_engine(deepcopy(model_of(family)), TIGHT)
         requests = [engine.add(prompt, params("3")) for prompt in prompts()]
         engine.run()
         assert sum(sample.preemptions for request in requests for sample in request.family) > 0

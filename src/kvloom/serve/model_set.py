@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,15 @@ import msgspec
 
 from kvloom.engine import check_engine, engine_config
 
-from .api import AnswerFormats, PromptEncoder, ServedModel, ServerContext, engine_error, load_tokenizer
+from .api import (
+    AnswerFormats,
+    PromptEncoder,
+    ServedModel,
+    ServerContext,
+    allowed_folder,
+    engine_error,
+    load_tokenizer,
+)
 from .errors import ApiError, bad_request, cut_off, unloading
 from .metrics import Metrics, Recorder, RequestObserver
 from .server_options import ChatOptions, ModelOptions, ServerOptions, shared_start
@@ -102,7 +110,7 @@ class ModelSet:
             raise ApiError(
                 403, "loading models is disabled: start the server with --memory SIZE and --model-dir DIR"
             )
-        folder = await asyncio.to_thread(_allowed_folder, asked, options.model_folders)
+        folder = await asyncio.to_thread(allowed_folder, asked, options.model_folders, "model", "--model-dir")
         first = options.models[0].start
         taken = dict.fromkeys(("kv_events", "kv_events_replay", "kv_events_key"))  # the ports are taken
         adapters = {"lora": [], "max_loras": 0, "max_lora_rank": None, "lora_targets": []}
@@ -222,20 +230,6 @@ class ModelSet:
         self._context.models.pop(served.name, None)
         self._loaded.pop(served)
         log.info("unloaded: %s", served.name)
-
-
-def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
-    """Return the folder of a model. `asked` is an absolute path, or a path relative to an allowed folder. Raises
-    ApiError if the folder is outside the allowed folders.
-    """
-    for above in allowed:
-        try:
-            folder = (above / asked).resolve()  # an absolute path replaces `above`
-            if folder != above and folder.is_relative_to(above) and folder.is_dir():
-                return folder
-        except (OSError, ValueError):
-            continue
-    raise bad_request(f"model {asked[:200]!r} is not a folder below those of --model-dir", "model")
 
 
 def _check(start: Start) -> None:

@@ -93,10 +93,9 @@ def fused_moe(
     down: torch.Tensor,
     activation: Activation = "silu",
     tile: Tile | None = None,
-    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of `down(act(gate) * up)` over the selected experts of each token. With `into` [tokens,
-    dim], add the sum to `into` in place and return `into`. `tile` overrides the choice on a GPU.
+    """Return the weighted sum of `down(act(gate) * up)` over the selected experts of each token. `tile` overrides the
+    choice on a GPU.
     """
     count, both, dim = gate_up.shape
     if both % 2 or down.shape != (count, dim, both // 2) or x.shape[-1] != dim or x.ndim != 2:
@@ -108,12 +107,8 @@ def fused_moe(
         raise ValueError(
             f"index {tuple(index.shape)} and weights {tuple(weights.shape)}: both must have one row for each of {len(x)} tokens, of equal size"
         )
-    if into is not None and (into.shape != x.shape or not into.is_contiguous()):
-        raise ValueError(
-            f"into {tuple(into.shape)} must be contiguous and have the shape of x {tuple(x.shape)}"
-        )
     parts = expert_outputs(x, index, gate_up, down, activation, tile)
-    return sum_outputs(parts, weights, x.dtype, into)
+    return sum_outputs(parts, weights, x.dtype)
 
 
 def sum_outputs(
@@ -121,6 +116,9 @@ def sum_outputs(
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs [tokens * picked, dim] of each token's experts, in `dtype`. With `into`
     [tokens, dim], add the sum to `into` in place and return `into`."""
+    shape = len(weights), parts.shape[1]
+    if into is not None and (into.shape != shape or not into.is_contiguous()):
+        raise ValueError(f"into {tuple(into.shape)} must be contiguous and have the shape {shape}")
     if parts.is_cuda:
         from . import triton_moe
 

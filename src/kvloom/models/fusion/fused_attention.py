@@ -23,7 +23,7 @@ from kvloom.models.paged import ATTENTION, IGNORED
 
 from .product import Product, registered
 
-__all__ = ["KNOWN_ARGUMENTS", "FusedAttention", "GpuFusedAttention", "fuse_attention"]
+__all__ = ["KNOWN_ARGUMENTS", "FusedAttention", "GpuFusedAttention", "attention_output", "fuse_attention"]
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -245,17 +245,26 @@ def _record_call(
     is_replaying: bool = True,
 ) -> RecordedCall | None:
     pages = _RecordingPages(is_replaying)
+    out = attention_output(forward, x, rotary, pages)
+    return None if out is None or pages.given is None else (pages, out)
+
+
+def attention_output(
+    forward: Callable[..., Any], x: torch.Tensor, rotary: Any, pages: Any
+) -> torch.Tensor | None:
+    """Return the output of an attention module's forward for `x` on stand-in `pages`. Return None if the forward needs
+    more than it gets here."""
     try:
-        out = forward(
+        found: torch.Tensor = forward(
             hidden_states=x,
             position_embeddings=rotary,
             attention_mask=None,
             past_key_values=pages,
             pages=pages,
         )[0]
-    except Exception:  # noqa: BLE001 - it needs more than it gets here: leave it
+    except Exception:  # noqa: BLE001 - any failure means that the module stays as it is
         return None
-    return (pages, out) if pages.given is not None else None
+    return found
 
 
 def _same(a: RecordedCall, b: RecordedCall) -> bool:

@@ -26,7 +26,7 @@ from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.write import Rotary, apply_rotary
 from kvloom.models.paged import ATTENTION, absorb, keeps_latents, up_projection
 
-from .fused_attention import KNOWN_ARGUMENTS
+from .fused_attention import KNOWN_ARGUMENTS, attention_output
 from .product import Product, can_join
 
 __all__ = ["FusedLatentAttention", "fuse_latent_attention"]
@@ -186,17 +186,8 @@ RecordedCall = tuple[_RecordingPages, torch.Tensor]
 
 def _record_call(forward: Callable[..., Any], x: torch.Tensor, angles: Angles) -> RecordedCall | None:
     pages = _RecordingPages()
-    try:
-        out = forward(
-            hidden_states=x,
-            position_embeddings=angles,
-            attention_mask=None,
-            past_key_values=pages,
-            pages=pages,
-        )[0]
-    except Exception:  # noqa: BLE001 - it needs more than it gets here: leave it
-        return None
-    return (pages, out) if pages.given is not None else None
+    out = attention_output(forward, x, angles, pages)
+    return None if out is None or pages.given is None else (pages, out)
 
 
 def _same(a: RecordedCall, b: RecordedCall) -> bool:

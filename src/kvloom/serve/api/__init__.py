@@ -10,6 +10,7 @@
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role
     adapters.py           /v1/load_lora_adapter, /v1/unload_lora_adapter
+    allowed_folders.py    folders of models and adapters that a request may name
     gateway_probes.py     /server_info and /v1/loads, for gateways
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 from .adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from .admin import PoolEndpoint, RoleEndpoint
+from .allowed_folders import allowed_folder
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
@@ -62,6 +64,7 @@ __all__ = [
     "ServerContext",
     "TokenizeEndpoint",
     "UnloadAdapterEndpoint",
+    "allowed_folder",
     "close_idle",
     "documentation_routes",
     "engine_error",

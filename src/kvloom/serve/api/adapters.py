@@ -5,8 +5,6 @@ API. If the server has API keys, both endpoints require an admin key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from kvloom.serve.errors import ApiError, bad_request
 
 from .admin import AdminEndpoint
+from .allowed_folders import allowed_folder
 from .request_fields import read_fields
 from .served_model import ServedModel
 
@@ -63,7 +62,9 @@ class LoadAdapterEndpoint(AdminEndpoint):
                 f"lora_name {fields.lora_name[:200]!r} is empty or the name of a model: give another one",
                 "lora_name",
             )
-        folder = await asyncio.to_thread(_allowed_folder, fields.lora_path, context.lora_folders)
+        folder = await asyncio.to_thread(
+            allowed_folder, fields.lora_path, context.lora_folders, "lora_path", "--lora-dir"
+        )
         await _change(served, fields.lora_name, str(folder), fields.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
@@ -101,17 +102,3 @@ async def _change(served: ServedModel, name: str, folder: str | None = None, rep
         ) from None
     if error:
         raise bad_request(error, "lora_path" if folder else "lora_name")
-
-
-def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
-    """Return the folder of an adapter. `asked` is an absolute path, or a path relative to an allowed folder. Raises
-    ApiError if the folder is outside the allowed folders.
-    """
-    for above in allowed:
-        try:
-            folder = (above / asked).resolve()  # an absolute path replaces `above`
-            if folder != above and folder.is_relative_to(above) and folder.is_dir():
-                return folder
-        except (OSError, ValueError):
-            continue
-    raise bad_request(f"lora_path {asked[:200]!r} is not a folder below those of --lora-dir", "lora_path")

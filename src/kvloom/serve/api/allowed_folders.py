@@ -1,0 +1,24 @@
+"""Folders that a request may name: only those below folders that the server's options allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvloom.serve.errors import bad_request
+
+__all__ = ["allowed_folder"]
+
+
+def allowed_folder(asked: str, allowed: Sequence[Path], field: str, option: str) -> Path:
+    """Return the folder that the field `field` of a request names. `asked` is an absolute path, or a path relative to an
+    allowed folder. Raises ApiError if the folder is outside the folders of `option`, the server's option.
+    """
+    for above in allowed:
+        try:
+            folder = (above / asked).resolve()  # an absolute path replaces `above`
+            if folder != above and folder.is_relative_to(above) and folder.is_dir():
+                return folder
+        except (OSError, ValueError):
+            continue
+    raise bad_request(f"{field} {asked[:200]!r} is not a folder below those of {option}", field)
