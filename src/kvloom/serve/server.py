@@ -25,7 +25,7 @@ import uvicorn
 
 from kvloom.engine import check_engine, engine_config
 
-from .api import ServedModel, ServerContext, close_idle, limited_connection
+from .api import GracefulServer, ServedModel, ServerContext, close_idle, limited_connection
 from .application import application
 from .auth import RequestLimiter
 from .dashboard import Dashboards
@@ -48,7 +48,7 @@ ERROR_SECONDS = 0.1
 """Seconds in which requests that were ended early can still receive their error responses."""
 
 
-class _Server(uvicorn.Server):
+class _Server(GracefulServer):
     """uvicorn without its signal handlers, because this module handles signals."""
 
     @contextmanager

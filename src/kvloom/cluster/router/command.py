@@ -185,9 +185,9 @@ async def _serve(
     import logging
 
     import aiohttp
-    import uvicorn
 
     from kvloom.events_wire import CurveKey
+    from kvloom.serve.api import GracefulServer
 
     from .application import RouterApplication
     from .fleet import Fleet, Offer
@@ -218,7 +218,7 @@ async def _serve(
         gc.freeze()  # garbage collections delay requests, so they skip the modules and settings loaded so far
         samples = asyncio.create_task(application.state.run())
         try:
-            await uvicorn.Server(config).serve(sockets=[listener])
+            await GracefulServer(config).serve(sockets=[listener])
         finally:
             samples.cancel()
             proxy.replicator.close()

@@ -23,7 +23,7 @@
     answers/              reasoning and tool calls in an answer; forced calls
     responses.py          responses, whole or as events
     openapi.py            /openapi.json and /docs, from the fields
-    connection.py         HTTP connections with limits
+    connection.py         HTTP connections with limits, and GracefulServer, which answers them when it stops
 
 Imports worker, auth and metrics. The routes are in serve/application.py.
 """
@@ -35,7 +35,7 @@ from .admin import PoolEndpoint, RoleEndpoint
 from .allowed_folders import allowed_folder
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
-from .connection import close_idle, limited_connection
+from .connection import GracefulServer, close_idle, limited_connection
 from .embeddings import EmbeddingsEndpoint
 from .gateway_probes import probe_routes
 from .generation import ChatEndpoint, CompletionEndpoint
@@ -54,6 +54,7 @@ __all__ = [
     "CountTokensEndpoint",
     "DetokenizeEndpoint",
     "EmbeddingsEndpoint",
+    "GracefulServer",
     "LoadAdapterEndpoint",
     "MessagesEndpoint",
     "PoolEndpoint",

@@ -1,28 +1,34 @@
 """HTTP connections with limits. Silent and slow clients are disconnected.
 
 A client gets an error response in OpenAI's format if it sends data that is not HTTP, or if too many connections are
-open.
+open. A server that stops still answers the clients that had connected.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvloom.serve.access_log import log_rejected
 from kvloom.serve.errors import ApiError
 
-__all__ = ["Connection", "close_idle", "limited_connection"]
+__all__ = ["Connection", "GracefulServer", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
 """Largest size of the request line and headers of a request, in bytes. It is checked after each read from the socket, so
 one read may exceed it.
 """
+
+FIRST_REQUEST_SECONDS = 1.0
+"""Seconds in which a client that has connected to a stopping server may still send its request."""
 
 
 def _final_response(error: ApiError) -> bytes:
@@ -116,3 +122,60 @@ def close_idle(connections: Iterable[Any], seconds: float) -> None:
     for one in list(connections):
         if isinstance(one, Connection) and one.is_waiting and one.waiting_since < before:
             one.transport.abort()
+
+
+class GracefulServer(uvicorn.Server):
+    """A uvicorn server that loses no request when it stops. uvicorn alone resets the connections that it has not
+    accepted yet, and those whose first request has not arrived.
+    """
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, answer the clients that have connected, and close all connections."""
+        listeners = [
+            one.dup() for one in sockets or ()
+        ]  # keep the queue of connections that are not accepted yet
+        for server in self.servers:
+            server.close()
+        for one in sockets or ():
+            one.close()
+        accepted = [connection for listener in listeners for connection in _accept_all(listener)]
+        waits = [asyncio.create_task(self._connect(one)) for one in accepted]
+        end = time.monotonic() + FIRST_REQUEST_SECONDS
+        if waits:
+            await asyncio.wait(waits, timeout=FIRST_REQUEST_SECONDS)
+        while time.monotonic() < end:  # uvicorn reports no event for the start of a request
+            if not any(map(_has_no_request, self.server_state.connections)):
+                break
+            await asyncio.sleep(0.01)
+        await super().shutdown()
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        """Serve an accepted connection."""
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        with suppress(OSError):  # the client has gone
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(protocol, accepted, ssl=config.ssl)
+
+
+def _accept_all(listener: socket.socket) -> Iterable[socket.socket]:
+    """Accept the connections that wait at a listening socket, then close it."""
+    with listener:
+        listener.setblocking(False)
+        while True:
+            try:
+                yield listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError:  # this client has gone; others may wait
+                continue
+
+
+def _has_no_request(connection: Any) -> bool:
+    """Whether a connection is open and has received no complete head of a request."""
+    return connection.cycle is None and not connection.transport.is_closing()
