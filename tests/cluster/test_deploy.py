@@ -36,6 +36,7 @@ from tests.serve.running import MODEL, model_folder
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 WORKERS: dict[str, Any] = {"decode": {"model": "m"}}
+TLS_TABLE = {"cluster": {"certificate": "/c", "certificate-key": "/k", "authority": "/a"}}
 
 
 def ray_python() -> str | None:
@@ -102,7 +103,20 @@ def test_commands_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str
     changed = ClusterFile.from_dict({"workers": {"d": {"model": "m2"}}})
     assert cluster.digest(cluster.workers[1]) == ClusterFile.read(str(path)).digest(cluster.workers[1])
     assert cluster.digest(cluster.workers[1]) != changed.digest(changed.workers[0])
-    assert "--tier" not in command_of(changed.workers[0], "h", [1, 2, 3, 4], [], [], None)
+    assert "--tier" not in command_of(changed, changed.workers[0], "h", [1, 2, 3, 4], [], [])
+    secured = ClusterFile.from_dict({**TLS_TABLE, "workers": {"d": {"model": "m"}}})
+    assert secured.digest(secured.router) != changed.digest(changed.router)
+    router, worker = (
+        command_of(secured, group, "h", [1, 2, 3, 4], [], [])
+        for group in (secured.router, secured.workers[0])
+    )
+    served = ["--ssl-certfile", "/c", "--ssl-keyfile", "/k"]
+    as_client = ["--worker-ca-certs", "/a", "--worker-certfile", "/c", "--worker-keyfile", "/k"]
+    assert router[-10:] == served + as_client
+    at = worker.index("--ssl-certfile")
+    assert worker[at : at + 6] == [*served, "--ssl-ca-certs", "/a"]
+    with pytest.raises(ValueError, match="needs the files certificate, certificate-key, authority"):
+        ClusterFile.from_dict({"cluster": {"certificate": "/c"}, "workers": {"d": {"model": "m"}}})
     path.write_text("[cluster\n")
     assert main(["deploy", str(path)]) == 2
     assert str(path) in capsys.readouterr().err

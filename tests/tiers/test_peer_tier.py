@@ -20,7 +20,7 @@ import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError, open_tier
 from kvloom.tiers.host import SharedMemory, map_shared_memory
-from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, open_peer
+from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, UseTLS, open_peer
 from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
 from kvloom.tiers.remote import RemoteConfig
 from kvloom.tiers.testing.conformance import (
@@ -48,10 +48,12 @@ ROOT = Path(__file__).parents[2]
 class PeerHarness(Harness):
     """Both sides in one process: the damage is done in the server's memory."""
 
-    def __init__(self, shared: bool, size: int = 4 * MIB, slab: int = 256 << 10) -> None:
+    def __init__(
+        self, shared: bool, size: int = 4 * MIB, slab: int = 256 << 10, tls: UseTLS = "auto"
+    ) -> None:
         self.memory = SharedMemory(size)
         self.host = HostTier(HostConfig(size, slab_bytes=slab), buffer=self.memory.buffer)
-        self.server = PeerServer(self.host, PeerConfig(secret=SECRET), self.memory)
+        self.server = PeerServer(self.host, PeerConfig(secret=SECRET, tls=tls), self.memory)
         self.tier = open_peer(self.server.address, SECRET, "shared" if shared else "connection")
 
     def flip(self, wanted: Objects) -> None:
@@ -63,10 +65,11 @@ class PeerHarness(Harness):
 
 class PeerConformance(TierConformance):
     shared: bool
+    tls: UseTLS = "auto"
 
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[Harness]:
-        harness = PeerHarness(self.shared)
+        harness = PeerHarness(self.shared, tls=self.tls)
         yield harness
         harness.tier.close()
         harness.server.close()

@@ -8,6 +8,7 @@
     errors.py             ApiError: error responses in OpenAI's format
     access_log.py         one log line per request
     logs.py               the format of the log
+    https.py              certificates of servers, and of clients of workers
     startup_message.py    the lines printed when the server is ready
     words.py              explanations of miss reasons and tier outcomes
     images.py             reading and decoding of images

@@ -16,6 +16,7 @@ from kvloom.config_file import configured_models
 from kvloom.engine import add_engine_arguments, engine_settings
 
 from .http_client import KEY
+from .https import https_arguments
 
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
@@ -79,9 +80,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     )
     origin = "origin of web pages that may use the server, such as https://example.org; repeatable"
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
-    add("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
-    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in the same file)")
-    add("--ssl-ca-certs", metavar="FILE", help="require client certificates of these authorities (PEM)")
+    https_arguments(group)
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:

@@ -15,7 +15,6 @@ import logging
 import resource
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from .api import GracefulServer, ServedModel, ServerContext, close_idle, limited
 from .application import application
 from .auth import RequestLimiter
 from .dashboard import Dashboards
+from .https import https_settings
 from .metrics import ServerMetrics
 from .model_routes import model_routes
 from .model_set import ModelSet
@@ -74,8 +74,7 @@ def serve(options: ServerOptions) -> int:
     config = uvicorn.Config(
         _placeholder, loop="auto", http=limited_connection(options.limits.connections), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
-        ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile, ssl_ca_certs=options.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        **https_settings(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs),
     )  # fmt: skip
     with (
         _listen(options.host, options.port, options.limits.read_seconds) as listener,

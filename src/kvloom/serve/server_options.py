@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import socket
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvloom.events_wire import offset_port
 
 from .api import is_loopback
 from .auth import ApiKeys, Limits
+from .https import https_settings
 from .worker import Start, WatchdogLimits
 
 __all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
@@ -122,10 +122,7 @@ class ServerOptions:
                 raise ValueError(
                     f"--cors-origin {origin!r} is not an origin: write it like https://example.org:8443"
                 )
-        if (self.ssl_keyfile or self.ssl_ca_certs) and self.ssl_certfile is None:
-            raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-        if self.ssl_certfile is not None:
-            _check_certificate(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        https_settings(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
         if self.metrics_auth not in METRICS_AUTH:
             raise ValueError(f"metrics_auth {self.metrics_auth!r} must be one of {', '.join(METRICS_AUTH)}")
         if self.metrics_auth == "key" and not self.keys:
@@ -196,19 +193,4 @@ def resolve(host: str, port: int) -> Any:
         raise ValueError(
             f"host {host!r} is neither an IP address nor a known name ({error.strerror}); "
             "use an address of this machine, such as 127.0.0.1"
-        ) from None
-
-
-def _check_certificate(certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
-    """Raise ValueError for files that TLS cannot use."""
-    for option, path in (("certfile", certfile), ("keyfile", keyfile), ("ca-certs", ca_certs)):
-        if path is not None and not Path(path).is_file():
-            raise ValueError(f"--ssl-{option} {path}: there is no such file")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, lambda: "")
-        if ca_certs is not None:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca_certs)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ValueError(
-            f"--ssl-certfile {certfile} cannot be used ({error}): give a certificate and its key without password, in PEM format"
         ) from None

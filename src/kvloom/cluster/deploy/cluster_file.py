@@ -5,6 +5,9 @@ name = "demo"                       # several clusters may share one Ray
 ray = "auto"                        # address of Ray; "local" starts a Ray that ends with `kvloom deploy`
 bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
 peer-secret = "/etc/kvloom/secret"  # with bind = "node": file with a secret, on every machine; protects shared pages
+certificate = "/etc/kvloom/tls.crt" # serve HTTPS: files on every machine, each with the machine's own certificate
+certificate-key = "/etc/kvloom/tls.key"
+authority = "/etc/kvloom/ca.crt"    # signed the certificates; workers accept only clients with one
 
 [router]
 port = 8080
@@ -37,7 +40,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ClusterFile", "Group"]
+__all__ = ["Certificates", "ClusterFile", "Group"]
 
 ROLES = ("prefill", "decode", "both", "encode")
 SHARE_PORT = 7400
@@ -48,7 +51,9 @@ SURGE = 2
 restart, in which old and new replicas run at the same time.
 """
 _KEYS = {
-    "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
+    "cluster": (
+        "name", "ray", "bind", "peer-secret", "certificate", "certificate-key", "authority", "environment",
+    ),
     "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
     "worker": (
         "model", "role", "replicas", "max-replicas", "target-requests", "cpus", "gpus", "host-memory",
@@ -100,6 +105,16 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificates:
+    """Files of HTTPS, on every machine: the certificate of the machine, its key, and the authority that signed the
+    certificates of all machines."""
+
+    certificate: str
+    key: str
+    authority: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFile:
     """A cluster: its routers and its groups of workers."""
 
@@ -109,6 +124,7 @@ class ClusterFile:
     ray: str = "auto"
     bind: str = "127.0.0.1"
     peer_secret: str | None = None
+    certificates: Certificates | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -148,6 +164,7 @@ class ClusterFile:
             ray=str(about.get("ray", "auto")),
             bind=str(about.get("bind", "127.0.0.1")),
             peer_secret=about.get("peer-secret"),
+            certificates=_certificates(about),
             environment={str(name): str(value) for name, value in about.get("environment", {}).items()},
         )  # fmt: skip
         groups._check()
@@ -175,7 +192,8 @@ class ClusterFile:
         replicas restart."""
         read = [*self.page_sources(group), *self.encoders(group)]
         ports = [(one.role, one.share_port, len(one.share_ports)) for one in read]
-        common = [self.bind, self.peer_secret, self.environment]
+        tls = None if self.certificates is None else asdict(self.certificates)
+        common = [self.bind, self.peer_secret, tls, self.environment]
         text = json.dumps([asdict(group), ports, common], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -217,6 +235,16 @@ class ClusterFile:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ValueError(message)
+
+
+def _certificates(about: Mapping[str, Any]) -> Certificates | None:
+    keys = ("certificate", "certificate-key", "authority")
+    given = [about[key] for key in keys if key in about]
+    if not given:
+        return None
+    if len(given) < len(keys) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"[cluster] HTTPS needs the files {', '.join(keys)}")
+    return Certificates(*given)
 
 
 def _worker(name: str, table: Any) -> Group:

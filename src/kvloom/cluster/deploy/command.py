@@ -165,7 +165,7 @@ def _example(cluster: ClusterFile, group: Group) -> list[str]:
         for groups in (cluster.page_sources(group), cluster.encoders(group))
     )
     ports = [group.port, 0, 0, group.share_port]
-    return command_of(group, host, ports, peers, encoders, cluster.peer_secret)[2:]
+    return command_of(cluster, group, host, ports, peers, encoders)[2:]
 
 
 def _table(found: list[dict[str, Any]]) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from kvloom.serve.https import client_context
+
 from .cluster_file import ClusterFile, Group
 from .members import members_of
 
@@ -40,14 +42,22 @@ def by_load(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def command_of(
-    group: Group, host: str, ports: list[int], peers: list[str], encoders: list[str], secret: str | None
+    cluster: ClusterFile, group: Group, host: str, ports: list[int], peers: list[str], encoders: list[str]
 ) -> list[str]:
     """Return the command line of a replica. `ports` are the ports for HTTP, events, replay and shared pages.
     `peers` and `encoders` are the addresses at which prefill workers and encode workers share pages."""
+    secret, tls = cluster.peer_secret, cluster.certificates
     words = [sys.executable, "-m", "kvloom.cli", group.command, *group.arguments]
     words += ["--host", host, "--port", str(ports[0])]
+    if tls is not None:
+        words += ["--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key]
     if group.command == "route":
+        if tls is not None:
+            words += ["--worker-ca-certs", tls.authority]
+            words += ["--worker-certfile", tls.certificate, "--worker-keyfile", tls.key]
         return words
+    if tls is not None:
+        words += ["--ssl-ca-certs", tls.authority]
     words += ["--role", group.role, "--drain-seconds", f"{group.drain_seconds:g}"]
     key = "" if secret is None else f"secret={secret}"
     if group.shares:
@@ -83,10 +93,12 @@ class Replica:
         peers, encoders = (
             self._addresses(groups) for groups in (cluster.page_sources(group), cluster.encoders(group))
         )
-        self._url = f"http://{host}:{ports[0]}"
+        tls = cluster.certificates
+        self._tls = None if tls is None else client_context(tls.authority, tls.certificate, tls.key)
+        self._url = f"{'http' if tls is None else 'https'}://{host}:{ports[0]}"
         self._about = {"command": group.command, "group": group.name, "host": host, "pid": os.getpid()}
         self._about["shares"] = [f"{host}:{port}" for port in group.share_ports]
-        command = command_of(group, host, ports, peers, encoders, cluster.peer_secret)
+        command = command_of(cluster, group, host, ports, peers, encoders)
         if group.command == "route":  # so that its first requests wait for a worker, and are not refused
             command += [word for url in self._workers() for word in ("--worker", url)]
         watched = [sys.executable, "-m", "kvloom.cluster.deploy.supervised", f"{group.drain_seconds + 5:g}"]
@@ -146,9 +158,9 @@ class Replica:
         if key:
             headers["authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self._url + path, data, headers)  # the URL is http:// and ours
+        request = Request(self._url + path, data, headers)  # the URL is http:// or https://, and ours
         try:
-            with urlopen(request, timeout=5) as answer:
+            with urlopen(request, timeout=5, context=self._tls) as answer:
                 return answer.status, json.loads(answer.read() or b"null")
         except HTTPError as error:
             return error.code, None

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 
 from kvloom.arguments import number, server, size, whole
 from kvloom.config_file import add_config_argument
+from kvloom.serve.https import client_context, https_arguments, https_settings
 
 if TYPE_CHECKING:
     from .proxy import ProxyOptions
@@ -63,6 +64,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--worker-key", metavar="KEY", help=worker_key)
     events_key = "file with the CURVE keys of events, for workers with --kv-events-key (default: plain events only; docs/cluster.md)"
     add("--kv-events-key", metavar="FILE", help=events_key)
+    authority = (
+        "authorities whose certificates `https:` workers must have (PEM; default: those of the system)"
+    )
+    add("--worker-ca-certs", metavar="FILE", help=authority)
+    certificate = "certificate of the router, for workers with --ssl-ca-certs (PEM)"
+    add("--worker-certfile", metavar="FILE", help=certificate)
+    add("--worker-keyfile", metavar="FILE", help="its private key (default: in the same file)")
+    https_arguments(parser)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
@@ -168,6 +177,7 @@ def _run(
     config = uvicorn.Config(
         _placeholder, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=60, timeout_graceful_shutdown=30,
+        **https_settings(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
     )  # fmt: skip
     with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_serve(args, options, key, is_public, listener, config))
@@ -197,10 +207,11 @@ async def _serve(
     from .scoring import ScoringOptions
 
     scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
+    tls = client_context(args.worker_ca_certs, args.worker_certfile, args.worker_keyfile)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20, ssl=tls)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         events_key = None if args.kv_events_key is None else CurveKey.read(args.kv_events_key)
-        fleet = Fleet(session, scoring, args.worker_key, events_key)
+        fleet = Fleet(session, scoring, args.worker_key, events_key, tls)
         reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize, args.image_tokens)
         proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
         for worker in args.worker:
@@ -210,7 +221,8 @@ async def _serve(
         config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(
-            "routing on http://%s:%d over %d workers; the fleet is at /dashboard",
+            "routing on %s://%s:%d over %d workers; the fleet is at /dashboard",
+            "http" if args.ssl_certfile is None else "https",
             host,
             port,
             len(args.worker),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,8 +173,9 @@ class Fleet:
         options: ScoringOptions | None = None,
         key: str | None = None,
         events_key: CurveKey | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.session, self.client = session, WorkerClient()
+        self.session, self.client = session, WorkerClient(tls)
         self._events_key = events_key
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         """Headers of health checks. They contain the API key for checks, if workers require one."""

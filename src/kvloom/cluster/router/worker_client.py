@@ -195,9 +195,11 @@ class WorkerConnection(asyncio.Protocol):
 
 
 class WorkerClient:
-    """Sends POST requests to workers. Must be used by one event loop."""
+    """Sends POST requests to workers. `tls` has the TLS settings for `https:` workers; the default trusts the
+    authorities of the system. Must be used by one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._places: dict[str, _Place] = {}
 
     async def post(
@@ -211,7 +213,7 @@ class WorkerClient:
         """
         place = self._places.get(url)
         if place is None:
-            place = self._places[url] = _place(url)
+            place = self._places[url] = _place(url, self._tls)
         lines = [
             f"POST {place.prefix}{_quoted(path)} HTTP/1.1\r\nhost: {place.name}\r\ncontent-length: {len(data)}\r\n"
         ]
@@ -264,13 +266,12 @@ async def _started(connection: WorkerConnection, request: bytes, deadline: float
     return True
 
 
-def _place(url: str) -> _Place:
+def _place(url: str, tls: ssl.SSLContext | None) -> _Place:
     parts = urlsplit(url)
     is_secure = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if is_secure else 80)
-    return _Place(
-        host, port, ssl.create_default_context() if is_secure else None, quote(parts.path), parts.netloc.rpartition("@")[2]
-    )  # fmt: skip
+    context = (tls or ssl.create_default_context()) if is_secure else None
+    return _Place(host, port, context, quote(parts.path), parts.netloc.rpartition("@")[2])
 
 
 @lru_cache(maxsize=256)

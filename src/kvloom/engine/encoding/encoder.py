@@ -161,7 +161,7 @@ def open_encoder(
     host.set_shares(tenant_shares(tenants, host.capacity))
     secret = read_secret(shared.secret) if shared.secret else b""
     try:
-        server = PeerServer(host, PeerConfig(*shared.share, secret))
+        server = PeerServer(host, PeerConfig(*shared.share, secret, tls=shared.tls))
     except OSError as error:
         raise ValueError(
             f"embeddings cannot be shared at {shared.share[0]}:{shared.share[1]}: {error}; choose another port"

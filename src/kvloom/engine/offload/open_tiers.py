@@ -135,7 +135,7 @@ def _server_config(host_text: HostURL) -> PeerConfig | None:
     if host_text.share is None:
         return None
     secret = read_secret(host_text.secret) if host_text.secret else b""
-    return PeerConfig(*host_text.share, secret, read_only=True)
+    return PeerConfig(*host_text.share, secret, read_only=True, tls=host_text.tls)
 
 
 def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:

@@ -1,10 +1,11 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. The option `share` works only for
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE&tls=auto`. The option `share` works only for
 the host tier of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from kvloom.core import parse_size
 from kvloom.tiers.options import Options
@@ -17,7 +18,8 @@ __all__ = ["HostURL", "parse_url"]
 @dataclass(frozen=True, slots=True)
 class HostURL:
     """A parsed URL. `capacity` is in bytes. `checked` stores and verifies checksums. `share=PORT` lets peers connect
-    on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the secret of the peers. `ttl` is the
+    on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the secret of the peers, and `tls` states whether connections
+    on TCP are encrypted (auto, on or off). `ttl` is the
     number of seconds after which a page expires."""
 
     capacity: int
@@ -25,6 +27,7 @@ class HostURL:
     share: tuple[str, int] | None = None
     secret: str = ""
     ttl: float = 0
+    tls: Literal["auto", "on", "off"] = "auto"
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
@@ -33,18 +36,29 @@ class HostURL:
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
         secret, ttl = options.text("secret", ""), options.ttl()
+        tls = options.text("tls", "auto")
         options.reject_unknown()
         if checked not in ("0", "1"):
             raise ValueError(f"{options.url}: checked={checked!r} must be 0 or 1")
+        if tls not in ("auto", "on", "off"):
+            raise ValueError(f"{options.url}: tls={tls!r} is none of auto, on, off")
         share = None
         if address is not None:
             host, _, port = address.rpartition(":")
             if not port.isdecimal() or int(port) > 65535:
                 raise ValueError(f"{options.url}: share={address!r} is neither PORT nor HOST:PORT")
             share = (host.strip("[]") or "127.0.0.1", int(port))
-        elif secret:
-            raise ValueError(f"{options.url}: secret= has no effect without share=; give share=PORT")
-        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret, ttl)
+        elif secret or tls != "auto":
+            name = "secret" if secret else "tls"
+            raise ValueError(f"{options.url}: {name}= has no effect without share=; give share=PORT")
+        return cls(
+            parse_size(plain.removeprefix("host:")),
+            checked == "1",
+            share,
+            secret,
+            ttl,
+            cast(Literal["auto", "on", "off"], tls),
+        )
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:

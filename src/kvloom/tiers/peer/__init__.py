@@ -6,6 +6,7 @@ protocol.py        messages, handshake, authentication
 connections.py     admission and limits of connections
 unix_socket.py     Unix sockets between users of one host
 secret.py          the shared secret and its file
+tls.py             TLS with a certificate that the handshake checks
 nixl_arena.py      access to the arena by NIXL
 share_command.py   `kvloom share`
 """
@@ -13,7 +14,7 @@ share_command.py   `kvloom share`
 from .nixl_arena import NixlArena
 from .peer_tier import PeerConnection, TransferMethod, open_peer
 from .secret import read_secret
-from .server import PeerConfig, PeerServer
+from .server import PeerConfig, PeerServer, UseTLS
 from .unix_socket import UnixAddress
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PeerServer",
     "TransferMethod",
     "UnixAddress",
+    "UseTLS",
     "open_peer",
     "read_secret",
 ]

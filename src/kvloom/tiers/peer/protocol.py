@@ -1,12 +1,14 @@
 """The wire protocol between peers. A message is a fixed header and a payload. The header contains the length of the
 payload.
 
-    hello    server: "KVPEER" version u16, nonce 32       client: nonce 32, proof 32       server: verdict u8, proof 32
+    hello    server: "KVPEER" version u16, nonce 32    TLS handshake, if bit 15 of the version is set
+             client: nonce 32, proof 32                server: verdict u8, proof 32
     message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64 payload u64, the payload, tag 16
 
-A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves that a process has the secret, without
-sending the secret. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction.
-An attacker therefore cannot add, change or repeat messages. Pages follow after a message. They have no tag, and
+A proof is an HMAC-SHA256 of both nonces and the digest of the server's TLS certificate, under the shared secret. It
+proves that a process has the secret, without sending the secret. If a machine on the path answers with another
+certificate, or removes bit 15 of the version, the proofs differ and the connection is refused. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction.
+An attacker therefore cannot add, change or repeat messages. Pages follow after a message and have no tag. Without TLS,
 nothing is encrypted. Lengths are checked before memory is allocated.
 """
 
@@ -15,14 +17,17 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 from kvloom.tiers.remote import ByteStream
+
+from .tls import ServerTLS, client_context
 
 __all__ = [
     "MAX_OBJECTS",
@@ -36,7 +41,8 @@ __all__ = [
     "server_handshake",
 ]
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
+_TLS = 1 << 15  # bit of the version in a hello
 MAX_OBJECTS = 1 << 16
 _MAX_PAYLOAD = 64 << 20  # largest payload: keys, offsets and checksums, but not pages
 _HELLO = struct.Struct("<6sH32s")
@@ -113,6 +119,12 @@ class Channel:
     def set_keys(self, send_key: bytes, receive_key: bytes) -> None:
         """Sets the keys of both directions. From now on every message has a tag."""
         self._send_key, self._receive_key = send_key, receive_key
+
+    def start_tls(self, context: ssl.SSLContext, server_side: bool) -> bytes:
+        """Encrypts the rest of the connection. Returns the SHA-256 digest of the server's certificate on the client's
+        side, and b"" on the server's side. Raises OSError if the TLS handshake fails."""
+        secured = self._stream.start_tls(context, server_side)
+        return b"" if server_side else sha256(secured.getpeercert(binary_form=True) or b"").digest()
 
     def begin(self, size: int = 0) -> None:
         self._stream.begin(size)
@@ -194,27 +206,44 @@ def _tag(key: bytes, number: int, header: bytes, payload: bytes) -> bytes:
     return tag.digest()
 
 
-def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    """Returns an HMAC of the role, the protocol version and both nonces. Only a process with the secret can compute
-    this HMAC.
-    """
-    return hmac.digest(secret, b"kvloom peer %d %b:" % (WIRE_VERSION, role) + server + client, "sha256")
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What both sides of a connection know after the hello: the secret, both nonces, and the digest of the server's
+    certificate, which is empty without TLS."""
+
+    secret: bytes
+    server_nonce: bytes
+    client_nonce: bytes
+    certificate: bytes
+
+    def proof(self, role: bytes) -> bytes:
+        """Returns an HMAC of the role, the protocol version, both nonces and the certificate. Only a process with the
+        secret can compute this HMAC."""
+        data = b"kvloom peer %d %b:" % (WIRE_VERSION, role)
+        return hmac.digest(
+            self.secret, data + self.server_nonce + self.client_nonce + self.certificate, "sha256"
+        )
 
 
 def server_handshake(
-    channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
+    channel: Channel,
+    secret: bytes,
+    admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED,
+    tls: ServerTLS | None = None,
 ) -> Verdict:
     """Runs the server's side of the handshake and returns the verdict. If the client has proved the secret, `admit`
-    returns the verdict. Otherwise the verdict is WRONG_SECRET."""
-    ours = os.urandom(32)
-    channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
+    returns the verdict. Otherwise the verdict is WRONG_SECRET. With `tls`, the connection is encrypted."""
+    nonce = os.urandom(32)
+    channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION | (_TLS if tls else 0), nonce)])
+    if tls is not None:
+        channel.start_tls(tls.context, server_side=True)
     answer = bytes(channel.receive_bytes(64))
-    theirs, proof = answer[:32], answer[32:]
-    good = hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs))
-    verdict = admit() if good else Verdict.WRONG_SECRET
-    proof = _proof(secret, b"server %d" % verdict, ours, theirs) if good else bytes(32)
+    session = _Session(secret, nonce, answer[:32], b"" if tls is None else tls.digest)
+    is_good = hmac.compare_digest(answer[32:], session.proof(b"client"))
+    verdict = admit() if is_good else Verdict.WRONG_SECRET
+    proof = session.proof(b"server %d" % verdict) if is_good else bytes(32)
     channel.send_bytes([bytes([verdict]) + proof])
-    channel.set_keys(_proof(secret, b"answers", ours, theirs), _proof(secret, b"requests", ours, theirs))
+    channel.set_keys(session.proof(b"answers"), session.proof(b"requests"))
     return verdict
 
 
@@ -223,18 +252,19 @@ def client_handshake(channel: Channel, secret: bytes) -> None:
     magic, version, theirs = _HELLO.unpack(bytes(channel.receive_bytes(_HELLO.size)))
     if magic != _HELLO_MAGIC:
         raise PeerError("the server is not a kvloom peer")
-    if version != WIRE_VERSION:
+    if version & ~_TLS != WIRE_VERSION:
         raise PeerError(
-            f"the peer uses protocol version {version}, this process {WIRE_VERSION}: run the same release"
+            f"the peer uses protocol version {version & ~_TLS}, this process {WIRE_VERSION}: run the same release"
         )
-    ours = os.urandom(32)
-    channel.send_bytes([ours + _proof(secret, b"client", theirs, ours)])
+    certificate = channel.start_tls(client_context(), server_side=False) if version & _TLS else b""
+    session = _Session(secret, theirs, os.urandom(32), certificate)
+    channel.send_bytes([session.client_nonce + session.proof(b"client")])
     answer = bytes(channel.receive_bytes(33))
     verdict = answer[0]
     if verdict == Verdict.WRONG_SECRET:
         raise PeerError(_REFUSALS[Verdict.WRONG_SECRET])
-    if not hmac.compare_digest(answer[1:], _proof(secret, b"server %d" % verdict, theirs, ours)):
+    if not hmac.compare_digest(answer[1:], session.proof(b"server %d" % verdict)):
         raise PeerError("the server does not have the secret")
     if verdict != Verdict.ACCEPTED:
         raise PeerError(_REFUSALS.get(Verdict(verdict), "the peer refused the connection"))
-    channel.set_keys(_proof(secret, b"requests", theirs, ours), _proof(secret, b"answers", theirs, ours))
+    channel.set_keys(session.proof(b"requests"), session.proof(b"answers"))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,9 +36,12 @@ from .connections import LeaseBudget, PeerClient, PeerClients
 from .nixl_arena import NixlArena
 from .protocol import Channel, Message, PeerError, Verb, Verdict, server_handshake
 from .secret import MIN_SECRET_BYTES, default_secret
+from .tls import make_server_tls
 from .unix_socket import UnixListener, listen_loopback, listen_unix, peer_uid
 
-__all__ = ["PeerConfig", "PeerServer", "objects_from_keys"]
+__all__ = ["PeerConfig", "PeerServer", "UseTLS", "objects_from_keys"]
+
+UseTLS = Literal["auto", "on", "off"]
 
 _HASH_BYTES = 16
 _MAX_LEASES, _MAX_LEASED = (
@@ -57,6 +60,7 @@ class PeerConfig:
     - `secret`: empty selects this user's default secret (secret.py), which is allowed only on loopback. A given secret
       needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
     - `unix_socket`: the path of a second Unix socket, for `allowed_uids`, this user and root.
+    - `tls`: whether TCP connections are encrypted. "auto" encrypts unless `host` is loopback.
     - `read_only`: clients cannot store or drop pages.
     - `timeout`: the largest number of seconds for one exchange of messages.
     - `handshake_seconds`, `lease_seconds`: the server closes a connection whose handshake or lease takes longer.
@@ -77,6 +81,7 @@ class PeerConfig:
     lease_seconds: float = 60.0
     idle_seconds: float = 60.0
     max_handshakes: int = 64
+    tls: UseTLS = "auto"
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES and not _loopback(self.host):
@@ -88,6 +93,8 @@ class PeerConfig:
             raise ValueError(
                 f"a secret of {len(self.secret)} bytes is too short: use {MIN_SECRET_BYTES} or more"
             )
+        if self.tls not in get_args(UseTLS):
+            raise ValueError(f"tls={self.tls!r} is none of {', '.join(get_args(UseTLS))}")
         for field in (
             "max_connections",
             "timeout",
@@ -102,6 +109,11 @@ class PeerConfig:
             raise ValueError(
                 "allowed_uids needs unix_socket: give the path of a socket that these users can reach"
             )
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether TCP connections are encrypted."""
+        return self.tls == "on" or (self.tls == "auto" and not _loopback(self.host))
 
 
 def _loopback(host: str) -> bool:
@@ -128,7 +140,7 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant
 class PeerServer:
     """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena.
     With `nixl`, NIXL can access the arena. Raises OSError if the address is unavailable, and ValueError if there is no
-    secret. `refused` counts connections that the server refused or closed at a deadline."""
+    secret, or TLS is on and unavailable. `refused` counts connections that the server refused or closed at a deadline."""
 
     def __init__(
         self,
@@ -139,6 +151,7 @@ class PeerServer:
     ) -> None:
         self._tier, self._config = tier, config
         self._secret = config.secret or default_secret(create=True)
+        self._tls = make_server_tls() if config.uses_tls else None
         self._limits, self._guarantees = _LeaseLimits(tier, config), _Guarantees(tier)
         self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
         self._about["lease_bytes"] = self._limits.each
@@ -257,12 +270,9 @@ class PeerServer:
         try:
             allowed = not is_unix or user in self._uids
             # On a Unix socket the kernel identifies the user, so the handshake proves nothing.
-            if (
-                server_handshake(
-                    channel, b"" if is_unix else self._secret, lambda: self._admit(client, allowed)
-                )
-                != Verdict.ACCEPTED
-            ):
+            secret, tls = (b"", None) if is_unix else (self._secret, self._tls)
+            verdict = server_handshake(channel, secret, lambda: self._admit(client, allowed), tls)
+            if verdict != Verdict.ACCEPTED:
                 with self._count:
                     self.refused += 1
                 return

@@ -11,6 +11,7 @@ import argparse
 import json
 import signal
 from pathlib import Path
+from typing import get_args
 
 from kvloom.core import format_bytes, parse_size
 from kvloom.tiers.host import HostConfig, HostTier, SharedMemory
@@ -18,7 +19,7 @@ from kvloom.tiers.ttl import check_ttl
 
 from .nixl_arena import NixlArena
 from .secret import read_secret
-from .server import PeerConfig, PeerServer
+from .server import PeerConfig, PeerServer, UseTLS
 
 __all__ = ["arguments", "run"]
 
@@ -39,6 +40,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="file with a secret of 16 bytes or more, the same on both sides (default: this user's own, created if missing)",
+    )
+    add(
+        "--tls",
+        choices=get_args(UseTLS),
+        default="auto",
+        help="encrypt TCP connections (default: auto, which encrypts unless the address is loopback)",
     )
     add("--socket", type=Path, metavar="PATH", help="also listen on a Unix socket, for `peer:///PATH`")
     add(
@@ -75,7 +82,12 @@ def run(args: argparse.Namespace) -> int:
             f"--allow-uid {args.allow_uid[0]} needs a socket that this user can reach: give --socket PATH"
         )
     config = PeerConfig(
-        host.strip("[]"), int(port), secret, unix_socket=args.socket, allowed_uids=tuple(args.allow_uid)
+        host.strip("[]"),
+        int(port),
+        secret,
+        unix_socket=args.socket,
+        allowed_uids=tuple(args.allow_uid),
+        tls=args.tls,
     )
     if not size:
         raise ValueError(

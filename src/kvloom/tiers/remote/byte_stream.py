@@ -7,6 +7,7 @@ The kernel enforces the timeout of a call, so a call does not have to poll the s
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -55,6 +56,16 @@ class ByteStream:
             connected.settimeout(timeout)
         self.begin()
 
+    def start_tls(self, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
+        """Encrypts the rest of the connection, and returns the encrypted socket. Raises OSError if the TLS handshake
+        fails."""
+        with self._in_use:
+            self.socket.settimeout(self._timeout)
+            secured = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
+            self.socket, self._plain = secured, False
+            secured.do_handshake()
+        return secured
+
     def begin(self, size: int = 0) -> None:
         """Starts an exchange of `size` bytes, and sets its deadline."""
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
@@ -69,6 +80,13 @@ class ByteStream:
 
     def wait_readable(self) -> None:
         """Waits for the next byte, without a timeout."""
+        if isinstance(self.socket, ssl.SSLSocket):
+            with self._in_use:
+                if not self.socket.pending():
+                    waiting = select.poll()
+                    waiting.register(self.socket.fileno(), select.POLLIN)
+                    waiting.poll()
+            return
         while True:
             try:
                 with self._in_use:
