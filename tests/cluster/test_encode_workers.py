@@ -80,6 +80,9 @@ def test_the_router_counts_tokens_of_images_and_not_their_bytes() -> None:
     assert large.length == small.length, "its base64 has far more characters"
     assert 200 < read(1, 2).length - without.length < 210
     assert read(1).text == small.text
+    for tenant, salt in (("other", ""), ("", "salt")):
+        found = asyncio.run(reader.read({**chat(1, wide=10), "cache_salt": salt}, {}, tenant))
+        assert not set(found.text) & set(small.text), "tenants and salts do not share routes"
     assert large.text != small.text
     both, other = read(1, 2).text, read(1, 3).text
     shared = next(at for at, (one, two) in enumerate(zip(both, other, strict=True)) if one != two)

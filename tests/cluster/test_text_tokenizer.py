@@ -56,6 +56,16 @@ def test_a_repeated_beginning_is_not_tokenised_again(monkeypatch: pytest.MonkeyP
     assert counting.characters < 2 * text_tokenizer.PIECE_CHARACTERS
 
 
+def test_the_time_of_a_text_does_not_depend_on_texts_of_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_tokenizer, "COMPARED_TEXTS", 0)
+    counting = Counting()
+    tokenizer = TextTokenizer(counting)
+    tokenizer.tokens(STORY, True, "victim")
+    counting.characters = 0
+    tokenizer.tokens(STORY, True, "attacker")
+    assert counting.characters == len(STORY), "nothing comes from the other tenant's pieces"
+
+
 def test_a_tokenizer_whose_tokens_cross_words_gets_whole_texts() -> None:
     class Crossing(Counting):
         def encode(self, text: str, add_special_tokens: bool) -> Any:

@@ -101,8 +101,11 @@ def test_states_say_where_they_stand_and_fork(grammars: Grammars) -> None:
     assert both[1].any()
 
 
-def test_a_form_is_compiled_once(grammars: Grammars) -> None:
+def test_a_form_is_compiled_once_for_each_tenant(grammars: Grammars) -> None:
     assert grammars.compile("regex", "xyz") is grammars.compile("regex", "xyz")
+    other = grammars.begin("regex", "xyz", "other")
+    assert other is not grammars.compile("regex", "xyz"), "the time would reveal another tenant's grammar"
+    assert grammars.begin("regex", "xyz", "other") is other
 
 
 @pytest.mark.parametrize(

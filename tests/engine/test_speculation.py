@@ -20,6 +20,7 @@ from kvloom.engine.speculation import (
     Estimate,
     NGramProposer,
     Speculation,
+    SuffixProposer,
     TokenIndex,
 )
 from kvloom.models.paged import Work
@@ -133,6 +134,27 @@ def test_lookup_proposes_what_followed(how: str) -> None:
     if how == "suffix":  # the past answer is the draft
         assert again.accepted_tokens > 40
         assert engine.speculation.stats.steps - before < 15
+
+
+def test_past_answers_stay_with_their_tenant_and_salt_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.speculation.lookup.MOST_TOTAL_TOKENS", 200)
+    proposer = SuffixProposer()
+
+    def request(prompt: list[int], output: list[int], tenant: str = "", salt: str = "") -> Any:
+        control = SimpleNamespace(tenant=tenant, adapter="", salt=salt, store=True)
+        return SimpleNamespace(
+            prompt=prompt, tokens=prompt + output, output_count=len(output), control=control, token_index=None
+        )
+
+    prompt = [5, 6, 7, 8, 9, 10]
+    proposer.request_finished(request(prompt, [11, 12, 13, 14], "a", "s"))
+    found = [proposer._longest(request(prompt, [], tenant, salt), 4) for tenant, salt in (("a", "s"), ("a", ""), ("b", "s"))]
+    assert found == [[11, 12, 13, 14], [], []]
+    for number in range(100):
+        proposer.request_finished(request(prompt, [11, 12, 13, 14], f"tenant {number}"))
+    assert proposer._past_tokens == sum(len(one[0].tokens) for one in proposer._past.values()) <= 200
+    assert proposer._longest(request(prompt, [], "tenant 99"), 4) == [11, 12, 13, 14]
+    assert proposer._longest(request(prompt, [], "a", "s"), 4) == []
 
 
 def test_index_finds_the_longest_match_in_bulk_and_token_by_token() -> None:

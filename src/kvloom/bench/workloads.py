@@ -120,8 +120,8 @@ class Workload:
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
         """Return the conversations of one round.
 
-        Rounds and workloads share no tokens. Only a warm workload shares prefixes with the cold workload of its
-        round."""
+        Conversations of different rounds or workloads have different tokens. The exception is a warm workload: its
+        prefixes are those of the cold workload in the same round."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()

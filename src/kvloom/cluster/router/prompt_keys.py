@@ -25,11 +25,10 @@ from kvloom.events_wire import wire_hashes
 from .fleet import AdapterOffer, Fleet, Offer, Worker
 from .text_tokenizer import TextTokenizer
 
-__all__ = ["PromptKeys", "PromptReader"]
+__all__ = ["PromptKeys", "PromptReader", "roots_of", "salt_of"]
 
 MAX_CACHED = 2048
 TOKENIZE_SECONDS = 2.0
-TEXT_ROOT = root_hash("text")
 CHARACTERS_PER_TOKEN = 4
 CHAT_FIELDS = (
     "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template",
@@ -91,8 +90,11 @@ class PromptReader:
         self.fallbacks = 0
         """Number of prompts that could not be tokenised."""
 
-    async def read(self, body: dict[str, Any], headers: dict[str, str]) -> PromptKeys:
-        """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it."""
+    async def read(self, body: dict[str, Any], headers: dict[str, str], tenant: str = "") -> PromptKeys:
+        """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it.
+        Requests of different tenants, or with different values of `cache_salt`, have different keys.
+        """
+        root = root_hash("text", tenant, "", salt_of(body))
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
             prompt = prompt[0]  # all prompts of a request go to one worker, and the first prompt decides
@@ -107,18 +109,18 @@ class PromptReader:
         if isinstance(prompt, str):
             if self._tokenizer is not None:
                 special = body.get("add_special_tokens") is not False
-                tokens = self._tokenizer.tokens(prompt, special)
+                tokens = self._tokenizer.tokens(prompt, special, tenant)
                 return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
             asked: dict[str, Any] = {"prompt": prompt, "model": body.get("model")}
             if "add_special_tokens" in body:
                 asked["add_special_tokens"] = body["add_special_tokens"]
-            return await self._by_worker(asked, prompt.encode(errors="replace"), headers)
+            return await self._by_worker(asked, root, prompt.encode(errors="replace"), headers)
         if isinstance(body.get("messages"), list) and not _has_media(body["messages"]):
             asked = {name: body[name] for name in CHAT_FIELDS if name in body}
-            return await self._by_worker(asked, msgspec.json.encode(body["messages"]), headers)
+            return await self._by_worker(asked, root, msgspec.json.encode(body["messages"]), headers)
         fields = ("instructions", "system", "input", "messages")
         rest = {name: self._without_images(body[name]) for name in fields if name in body}
-        return self._by_text(msgspec.json.encode(rest))
+        return self._by_text(root, msgspec.json.encode(rest))
 
     def _without_images(self, messages: Any) -> Any:
         """Return messages in which each image is replaced by a text. The text depends on the content of the image, and
@@ -136,14 +138,16 @@ class PromptReader:
                 found.append(message)
         return found
 
-    async def _by_worker(self, asked: dict[str, Any], text: bytes, headers: dict[str, str]) -> PromptKeys:
+    async def _by_worker(
+        self, asked: dict[str, Any], root: bytes, text: bytes, headers: dict[str, str]
+    ) -> PromptKeys:
         request = msgspec.json.encode(asked)
         key = blake2b(request + headers.get("authorization", "").encode(), digest_size=16).digest()
         tokens = self._cached.get(key)
         if tokens is None and self._uses_workers:
             tokens = await self._tokenize(request, asked.get("model"), headers)
         if tokens is None:
-            return self._by_text(text)
+            return self._by_text(root, text)
         self._cached[key] = tokens
         self._cached.move_to_end(key)
         if len(self._cached) > MAX_CACHED:
@@ -174,12 +178,16 @@ class PromptReader:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
-    def _by_text(self, text: bytes) -> PromptKeys:
+    def _by_text(self, root: bytes, text: bytes) -> PromptKeys:
         """Return the keys of a prompt whose tokens are unknown: hashes of 64-byte pieces of the text."""
         self.fallbacks += 1
-        return PromptKeys(
-            None, wire_hashes(hash_chain(TEXT_ROOT, text)), len(text) // CHARACTERS_PER_TOKEN + 1
-        )
+        return PromptKeys(None, wire_hashes(hash_chain(root, text)), len(text) // CHARACTERS_PER_TOKEN + 1)
+
+
+def salt_of(body: dict[str, Any]) -> str:
+    """Return the field `cache_salt` of a request. It is empty if it is missing or invalid."""
+    salt = body.get("cache_salt")
+    return salt if isinstance(salt, str) else ""
 
 
 def _is_image(part: Any) -> bool:

@@ -35,7 +35,7 @@ from .encoders import EncoderChooser, image_hashes
 from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .objectives import admissible, objective_of, predict
-from .prompt_keys import PromptReader, roots_of
+from .prompt_keys import PromptReader, roots_of, salt_of
 from .replication import ReplicationOptions, Replicator
 from .scoring import Choice
 from .worker_client import UnreachableError, WorkerConnection
@@ -141,7 +141,7 @@ class Proxy:
         call.model, call.adapter = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
-            call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}
+            call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}, call.tenant
         )
         alive = len(self.fleet.candidates(call.model, call.adapter))
         self.queue.resize(self.options.inflight * max(1, alive))
@@ -338,11 +338,8 @@ class Proxy:
         if keys.tokens is None:
             call.hashes = dict.fromkeys(names, keys.text)
             return served.texts.lengths(keys.text) if keys.text else {}
-        salt = call.body.get("cache_salt")
-        roots = roots_of(
-            self.fleet, call.model, names, call.tenant, salt if isinstance(salt, str) else "", call.body.get("lossy") is True,
-            call.adapter,
-        )  # fmt: skip
+        lossy = call.body.get("lossy") is True
+        roots = roots_of(self.fleet, call.model, names, call.tenant, salt_of(call.body), lossy, call.adapter)
         found: dict[str, tuple[int, ...]] = {}
         for (root, adapter), mine in roots.items():
             hashes = keys.hashes(root, adapter)

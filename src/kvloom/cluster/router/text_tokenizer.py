@@ -29,7 +29,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._pieces: OrderedDict[str, bytes] = OrderedDict()
+        self._pieces: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._to_compare = COMPARED_TEXTS
         self.is_piecewise = True
         """Whether texts are cut into pieces."""
@@ -39,16 +39,18 @@ class TextTokenizer:
         if at < 0:
             self.is_piecewise = False
 
-    def tokens(self, text: str, has_special: bool) -> bytes:
-        """Return the tokens of a text, with special tokens at its ends if `has_special`."""
+    def tokens(self, text: str, has_special: bool, tenant: str = "") -> bytes:
+        """Return the tokens of a text, with special tokens at its ends if `has_special`. Only texts of the same `tenant`
+        share cached pieces. Otherwise the time of a request would reveal what other tenants have sent.
+        """
         if not self.is_piecewise:
             return self._encode(text, has_special)
         pieces = []
         at = 0
         while found := _CUT.search(text, at + PIECE_CHARACTERS):
-            pieces.append(self._piece(text[at : found.start()]))
+            pieces.append(self._piece(tenant, text[at : found.start()]))
             at = found.start()
-        pieces.append(self._piece(text[at:]))
+        pieces.append(self._piece(tenant, text[at:]))
         tokens = b"".join(pieces)
         if has_special:
             tokens = self._before + tokens + self._after
@@ -59,14 +61,15 @@ class TextTokenizer:
             return whole
         return tokens
 
-    def _piece(self, text: str) -> bytes:
-        found = self._pieces.get(text)
+    def _piece(self, tenant: str, text: str) -> bytes:
+        key = tenant, text
+        found = self._pieces.get(key)
         if found is None:
-            found = self._pieces[text] = self._encode(text, False)
+            found = self._pieces[key] = self._encode(text, False)
             if len(self._pieces) > MAX_PIECES:
                 self._pieces.popitem(last=False)
         else:
-            self._pieces.move_to_end(text)
+            self._pieces.move_to_end(key)
         return found
 
     def _encode(self, text: str, has_special: bool) -> bytes:

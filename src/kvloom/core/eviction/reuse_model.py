@@ -134,8 +134,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which the value of `index` will be clearly lower than now. The result is at most `age`
-        plus the larger of `age` and LOOK."""
+        """Return the age at which the pages will be clearly less valuable (`index`) than they are at `age`. To limit
+        the search, the result is at most 2 · `age`, or `age` + LOOK if that is more."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:

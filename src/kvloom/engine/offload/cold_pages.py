@@ -1,10 +1,10 @@
 """Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
 memory.
 
-1. A request may become long if the pool is too small for the request at its largest length. Host memory must then have
-   space for all its full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. The request is
-   long from the start if the pool is too small for its prompt, else from its first cold page on. `Scheduler` admits as
-   many long requests as fit into host memory.
+1. A request can outgrow the pool if its prompt and its longest output together do not fit. It is admitted only if all
+   its full-attention pages fit into host memory (`scheduling/feasibility.py`). The request is called long as soon as it
+   has cold pages, or from the start if its prompt alone does not fit the pool. `Scheduler` runs as many long requests
+   at a time as host memory has space for.
 2. Only layer groups with full attention have cold pages. Windows drop their old pages in any case, and a state is one
    page.
 3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
@@ -14,9 +14,9 @@ memory.
    over the cold pages, a part at a time (`kernels/attention/cold.py`). Keys are stored after rotation, so their
    positions do not change.
 5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`), and
-   all of them stay in host memory like other pages. A later sequence can start after these pages (`find`, `start`):
-   that of the same request after a preemption, or that of another long request with the same prompt. Requests with
-   shorter prompts load the pages into the pool.
+   all of them stay in host memory like other pages. Two kinds of sequences can start after these pages (`find`,
+   `start`): the same request after a preemption, and another long request with the same prompt. Requests with shorter
+   prompts load the pages into the pool.
 6. A long request publishes nothing in the prefix cache, because every path of the radix tree must begin at its root,
    without gaps.
 

@@ -392,7 +392,8 @@ class Grammars:
         """Start to compile a grammar and return it. Does not wait. Call `poll` until the grammar is ready. Raises
         GrammarBusyError if too many grammars wait.
         """
-        digest = hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
+        # Tenants do not share grammars. Otherwise the time of a request would reveal that another tenant uses one.
+        digest = hashlib.sha256(f"{kind}:{tenant}\0{text}".encode("utf-8", "surrogatepass")).digest()
         found = self._known.get(digest)
         if found is not None and not found.busy:
             self._known.move_to_end(digest)

@@ -3,11 +3,12 @@
 | proposer | searches                                                              | useful for                   |
 |----------|-----------------------------------------------------------------------|------------------------------|
 | ngram    | the request's own prompt and output                                   | summaries, edits, extraction |
-| suffix   | the same, and past answers to the same tenant and adapter             | repeated tasks, agents, code |
+| suffix   | the same, and past answers to the same tenant, adapter and cache salt | repeated tasks, agents, code |
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence, Set
 
 from kvloom.models.paged import Work
@@ -18,8 +19,11 @@ from .token_index import LONGEST_MATCH, TokenIndex
 __all__ = ["NGramProposer", "SuffixProposer"]
 
 MOST_PAST_TOKENS = 1 << 18
-"""Past answers of a tenant and adapter are indexed in two generations. If the newer generation has more than this
-many tokens, the older one is dropped and a new one begins."""
+"""Past answers of a tenant, adapter and cache salt are indexed in two generations. If the newer generation has more
+than this many tokens, the older one is dropped and a new one begins."""
+MOST_TOTAL_TOKENS = 8 * MOST_PAST_TOKENS
+"""If all past answers have more tokens than this, those of the tenant, adapter and cache salt that finished a request
+longest ago are dropped."""
 SEPARATOR = (1 << 21) - 1
 """Separates two past answers in an index. No token has this id, so a match never spans two answers."""
 
@@ -76,7 +80,8 @@ class SuffixProposer(NGramProposer):
 
     def __init__(self, min_match: int = 0) -> None:
         super().__init__(min_match)
-        self._past: dict[tuple[str, str], list[TokenIndex]] = {}
+        self._past: OrderedDict[tuple[str, str, str], list[TokenIndex]] = OrderedDict()
+        self._past_tokens = 0
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
         """Propose drafts (see `Proposer`). Costs about 20 µs per request."""
@@ -86,21 +91,38 @@ class SuffixProposer(NGramProposer):
         super().request_finished(request)
         if not request.control.store or not request.output_count:
             return
-        generations = self._past.setdefault((request.control.tenant, request.control.adapter), [TokenIndex()])
+        owner = _owner(request)
+        generations = self._past.setdefault(owner, [TokenIndex()])
+        self._past.move_to_end(owner)
         # The past answer is indexed with the end of its prompt, so that the prompt's end matches.
         start = max(0, len(request.prompt) - LONGEST_MATCH)
-        generations[-1].add([*request.tokens[start:], SEPARATOR])
+        answer = [*request.tokens[start:], SEPARATOR]
+        generations[-1].add(answer)
+        self._past_tokens += len(answer)
         if len(generations[-1].tokens) > MOST_PAST_TOKENS:
             generations.append(TokenIndex())
+            self._drop(generations[:-2])
             del generations[:-2]
+        while self._past_tokens > MOST_TOTAL_TOKENS and len(self._past) > 1:
+            self._drop(self._past.popitem(last=False)[1])
+
+    def _drop(self, indexes: Sequence[TokenIndex]) -> None:
+        self._past_tokens -= sum(len(index.tokens) for index in indexes)
 
     def _longest(self, request: DraftedRequest, count: int) -> list[int]:
         draft, best = self._propose(request, count)
         tail = request.tokens[-LONGEST_MATCH:]
-        for index in reversed(self._past.get((request.control.tenant, request.control.adapter), [])):
+        for index in reversed(self._past.get(_owner(request), [])):
             at, length = index.longest_match(tail, own=False)
             if length > best:
                 draft, best = index.tokens[at : at + count], length
                 if SEPARATOR in draft:
                     del draft[draft.index(SEPARATOR) :]
         return self._long_enough(draft, best)
+
+
+def _owner(request: DraftedRequest) -> tuple[str, str, str]:
+    """Return the tenant, adapter and cache salt of a request. Only requests for which all three are equal see each
+    other's answers, because accepted drafts make an answer faster and so reveal their source."""
+    control = request.control
+    return control.tenant, control.adapter, control.salt

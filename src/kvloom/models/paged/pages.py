@@ -447,7 +447,7 @@ class Pages(EmptyCache):
         some: Absorbed | None = None,
     ) -> torch.Tensor:
         """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. With `some`,
-        `query` has only the queries of these sequences."""
+        `query` has only the queries of the sequences in `some`."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold

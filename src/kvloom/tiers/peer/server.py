@@ -313,8 +313,9 @@ class _LeaseLimits:
 
 
 class _Guarantees:
-    """The guaranteed parts of tenants that clients have set. A tenant's guaranteed part ends when the last connection
-    that wrote for the tenant closes. The tenant's pages remain, but can be evicted for other tenants. Thread-safe."""
+    """Counts the connections that write for each tenant. While a tenant has a connection, a part of the tier is
+    guaranteed to it. When its last connection closes, its pages remain, but can be evicted for other tenants.
+    Thread-safe."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
