@@ -98,6 +98,13 @@ REFUSED = {
         "experts of a mixture",
         "{layer} is a weight of experts, whose grouped products have no low-rank terms: target attention and shared layers",
     ),
+    "lora, quantised weights": Refused(
+        "engine",
+        "LoRA adapters",
+        "layers with quantised weights, or with hooks",
+        "{layer} is not a dense linear layer, and low-rank terms are added only to the products of dense layers: use a "
+        "checkpoint in bfloat16, or target other layers",
+    ),
     "lora, embeddings": Refused(
         "engine",
         "LoRA adapters",

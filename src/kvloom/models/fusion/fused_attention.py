@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvloom.kernels import cpu
 from kvloom.kernels.fused import RMSNorm, apply_rotary as norm_and_rotate, rms_norms
 from kvloom.kernels.write import Rotary, apply_rotary
-from kvloom.models.paged import ATTENTION, IGNORED
+from kvloom.models.paged import ATTENTION, IGNORED, is_dense
 
 from .product import Product, registered
 
@@ -194,7 +193,7 @@ def fuse_attention(module: Any, implementation: type[FusedAttention] | None = No
     """
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
-    if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
+    if not all(is_dense(layer) for layer in layers) or not isinstance(dim, int):
         return False
     if config is None or config._attn_implementation != ATTENTION or not hasattr(module, "layer_idx"):
         return False

@@ -24,7 +24,7 @@ from torch import nn
 
 from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.write import Rotary, apply_rotary
-from kvloom.models.paged import ATTENTION, absorb, keeps_latents, up_projection
+from kvloom.models.paged import ATTENTION, absorb, is_dense, keeps_latents, up_projection
 
 from .fused_attention import KNOWN_ARGUMENTS, attention_output
 from .product import Product, can_join
@@ -145,7 +145,7 @@ def fuse_latent_attention(module: Any) -> bool:
     first = module.q_proj if module.q_lora_rank is None else module.q_a_proj
     layers = [first, module.kv_a_proj_with_mqa]
     later = [module.o_proj, module.kv_b_proj, *([] if module.q_lora_rank is None else [module.q_b_proj])]
-    if not all(type(layer) is nn.Linear and not layer._forward_pre_hooks for layer in layers + later):
+    if not all(is_dense(layer) for layer in layers + later):
         return False
     if any(layer.bias is not None for layer in (*layers, *later[1:])) or not can_join(*layers):
         return False

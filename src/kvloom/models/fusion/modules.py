@@ -41,6 +41,7 @@ from kvloom.kernels.fused import (
     linear,
     rms_norm,
 )
+from kvloom.models.paged import is_dense
 
 from . import cpu_decoder_layer
 from .fused_attention import FusedAttention, fuse_attention
@@ -88,8 +89,8 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 def _fuse_head(model: Any) -> None:
     """On a CPU, make the model's output matrix use `linear`, which is faster than BLAS for a few tokens."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if is_dense(head) and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
         vars(head).setdefault("forward", lambda x: linear(x, head.weight))
 
 
@@ -267,8 +268,7 @@ def _fuse_layer(module: Any) -> bool:
     results are equal."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
-    plain = type(output) is nn.Linear
-    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP | FusedBlock):
+    if not is_dense(output) or not isinstance(getattr(mlp, "forward", None), _FusedMLP | FusedBlock):
         return False
     posts: tuple[str, ...]
     for pres, posts in ((PRES, ()), SANDWICH):
@@ -360,11 +360,11 @@ def _fuse_projections(module: Any) -> bool:
 
 
 def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
-    """Return the submodules `<name>_proj` of `module` for all `names`. Return None if any of them is not a plain
-    linear layer."""
-    found = [getattr(module, f"{name}_proj", None) for name in names]
-    plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
-    return plain if len(plain) == len(names) else None
+    """Return the submodules `<name>_proj` of `module` for all `names`. Return None if any of them is not a
+    dense linear layer."""
+    found: list[Any] = [getattr(module, f"{name}_proj", None) for name in names]
+    dense = [layer for layer in found if is_dense(layer)]
+    return dense if len(dense) == len(names) else None
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:

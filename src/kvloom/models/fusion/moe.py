@@ -28,6 +28,7 @@ from kvloom.kernels.moe import (
     fused_moe,
     sum_outputs,
 )
+from kvloom.models.paged import is_dense_weight
 
 __all__ = ["FusedBlock", "fuse_block", "fuse_experts", "fuse_router"]
 
@@ -42,7 +43,9 @@ def fuse_experts(module: Any) -> bool:
     replaced.
     """
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor) or gate_up.ndim != 3:
+    if gate_up is None or not is_dense_weight(gate_up) or gate_up.ndim != 3:
+        return False
+    if down is None or not is_dense_weight(down):
         return False
     count, both, dim = gate_up.shape
     if down.shape != (count, dim, both // 2) or not (gate_up.is_contiguous() and down.is_contiguous()):
@@ -88,7 +91,7 @@ def fuse_router(module: Any) -> bool:
     """Replace a router's forward by a product and one launch that selects experts. The forward is replaced only if
     the launch selects the same experts. Return whether it was replaced."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
+    if weight is None or not is_dense_weight(weight) or weight.ndim != 2 or not isinstance(picked, int):
         return False
     bias, buffers = getattr(module, "e_score_correction_bias", None), list(module.buffers())
     known = not buffers or (len(buffers) == 1 and buffers[0] is bias and bias.shape == weight.shape[:1])

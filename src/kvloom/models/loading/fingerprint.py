@@ -6,7 +6,7 @@ A fingerprint covers the config, and the name, shape, dtype and 64 values of eve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -43,12 +43,22 @@ def vision_fingerprint(model: Any) -> str:
     return _fingerprint(model.config, parts, (*_IRRELEVANT_FIELDS, "text_config", "tie_word_embeddings"))
 
 
+def _plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors. A tensor of a subclass, such as a quantised weight, is yielded as its parts."""
+    for name, tensor in tensors:
+        flatten = getattr(tensor.data, "__tensor_flatten__", None)
+        if flatten is None:
+            yield name, tensor
+        else:
+            yield from _plain((f"{name}.{part}", getattr(tensor.data, part)) for part in flatten()[0])
+
+
 def _fingerprint(config: Any, tensors: Iterable[tuple[str, torch.Tensor]], ignored: tuple[str, ...]) -> str:
     digest = blake2b(digest_size=16, person=b"kvloom.weights")
     fields = {k: v for k, v in config.to_dict().items() if k not in ignored}
     digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     taken = []
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+    for name, tensor in sorted(_plain(tensors), key=lambda item: item[0]):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
         if flat.numel():

@@ -19,11 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kvloom.models.paged import prepare, refusal_reason
+from kvloom.models.paged import prepare, refusal_reason, replace_up_projections
 from kvloom.models.specs import ModelError, known_models, load_config, model_spec
 from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
+from .quantisation import prepare_quantisation, quantisation_method
 
 __all__ = [
     "LoadFormat",
@@ -121,6 +122,7 @@ def _checked_config(
     config = transformers_config(model, load_format)
     if load_format == "auto":
         _check_files(model)
+        prepare_quantisation(config, model)
     reason = refusal(config)
     if reason is not None:
         raise ModelError(f"{model}: {reason}")
@@ -175,10 +177,17 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
         load_config(model)  # raises with the list of known names
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ModelError(
             f"{model!r} is not a folder, and the hub has no such model: {_first_line(error)}"
         ) from error
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model}: the model has its own code, which is never run (there is no trust_remote_code): use a "
+                "checkpoint of a model type that transformers has"
+            ) from error
+        raise ModelError(f"{model}: transformers cannot read its config: {_first_line(error)}") from error
 
 
 def refusal(config: Any) -> str | None:
@@ -205,7 +214,8 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
         why = (
-            "has its own code, which is never run"
+            "has its own code, which is never run (there is no trust_remote_code): use a checkpoint of a model type that "
+            "transformers has"
             if fields.get("auto_map")
             else "is not known to transformers"
         )
@@ -295,20 +305,44 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     from transformers.utils import is_accelerate_available
 
     cls, own = language_model_class(config)
+    if quantisation_method(config) is not None:
+        own.quantization_config = config.quantization_config  # `own` may be the text part of `config`
     direct = is_accelerate_available() and device.type != "cpu"
     place = {"device_map": {"": device}} if direct else {}
     try:
-        loaded, info = cls.from_pretrained(
-            model, config=own, dtype=dtype, use_safetensors=True, output_loading_info=True, **place
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        with _reading_by_tensor():
+            loaded, info = cls.from_pretrained(
+                model, config=own, dtype=dtype, use_safetensors=True, output_loading_info=True, **place
+            )
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{model}: the weights cannot be loaded: {_first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"{model}: the checkpoint lacks {len(missing)} weights of {type(loaded).__name__}, first {missing[0]}"
         )
-    return loaded.to(device)
+    if quantisation_method(config) is not None:
+        replace_up_projections(loaded, dtype)
+    return loaded if direct else loaded.to(device)
+
+
+@contextmanager
+def _reading_by_tensor() -> Iterator[None]:
+    """In this context, transformers reads one tensor of a safetensors file at a time. Otherwise it would map all files
+    into memory until the last weight is loaded. It reads in up to four threads, so four tensors may be in host memory
+    beside those of the model."""
+    from safetensors import safe_open
+    from transformers import modeling_utils
+
+    def opened(file: str, framework: str, device: str = "cpu", **_: Any) -> Any:
+        return safe_open(file, framework=framework, device=device, backend="pread")
+
+    own = modeling_utils.safe_open
+    modeling_utils.safe_open = opened
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = own
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from kvloom.combinations import refused
 from kvloom.kernels.lora import MIN_RANK, AdapterRows, LowRankWeights, add_low_rank
 from kvloom.models.fusion import Product, product_of
-from kvloom.models.paged import keeps_latents
+from kvloom.models.paged import is_dense, keeps_latents
 
 from .adapter_files import AdapterError, LoraAdapter, LowRankPair
 
@@ -83,7 +83,8 @@ class AdapterSlots:
                 )
             self._layers = kept
         if not self._layers:
-            raise AdapterError(refused("lora, no linear layers", model=type(model).__name__))
+            found = refused("lora, no linear layers", model=type(model).__name__)
+            raise AdapterError(next(iter(self._refused.values()), found))
         self._places: dict[str, tuple[_LowRankTerm, int]] = {}
         self._terms: list[tuple[Product, _LowRankTerm]] = []
 
@@ -201,10 +202,12 @@ def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     refusals: dict[str, str] = {}
     for owner_name, owner in decoder.named_modules():
         for name, layer in owner.named_children():
-            if type(layer) is not nn.Linear or layer is output:
+            if layer is output or not hasattr(layer, "in_features"):
                 continue
             full = _short(f"{owner_name}.{name}".removeprefix("."))
-            if name == "kv_b_proj" and keeps_latents(owner):
+            if not is_dense(layer):
+                refusals[full] = refused("lora, quantised weights", layer=full)
+            elif name == "kv_b_proj" and keeps_latents(owner):
                 refusals[full] = refused("lora, kv_b_proj", layer=full)
             elif "CrossAttention" in type(owner).__name__ and name in ("k_proj", "v_proj"):
                 refusals[full] = refused("lora, cross-attention", layer=full)

@@ -14,12 +14,14 @@
 | hidden_states     | hidden states of the target in the pages of a draft head                       |
 | token_mover       | moves accepted tokens of draft trees to their slots                            |
 | empty_cache       | the cache interface of an empty cache                                          |
+| dense_linear      | whether a linear layer is quantised                                            |
 | family_exceptions | changes for single families                                                    |
 | scales            | static scales of quantised K and V                                             |
 """
 
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
+from .dense_linear import is_dense, is_dense_weight, replace_up_projections
 from .empty_cache import EmptyCache
 from .family_exceptions import (
     REFUSED_FAMILIES,
@@ -66,12 +68,15 @@ __all__ = [
     "forward_arguments",
     "hidden_states_field",
     "install",
+    "is_dense",
+    "is_dense_weight",
     "keeps_latents",
     "load_scales",
     "new_cache",
     "prepare",
     "read_scales",
     "refusal_reason",
+    "replace_up_projections",
     "runs_separately",
     "scale_sizes",
     "separation_reason",

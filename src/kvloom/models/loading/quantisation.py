@@ -1,0 +1,63 @@
+"""Checkpoints with quantised weights. Transformers loads them; kvloom checks the packages that it needs for this.
+
+Keys and values do not depend on the format of weights: `kv_dtype` alone selects their dtype.
+
+| method             | weights in memory                                     | packages                |
+|--------------------|-------------------------------------------------------|-------------------------|
+| compressed-tensors | dequantised at loading; inputs are quantised as asked | compressed-tensors      |
+| fp8, mxfp8         | quantised on a GPU, dequantised on a CPU              | accelerate              |
+| mxfp4              | quantised on a GPU with `kernels`, else dequantised   | accelerate              |
+| bitsandbytes       | quantised                                             | bitsandbytes accelerate |
+| torchao            | quantised                                             | torchao accelerate      |
+| gptq               | quantised                                             | gptqmodel optimum       |
+| awq                | quantised                                             | gptqmodel accelerate    |
+
+Other methods of transformers are tried, too.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from kvloom.models.specs import ModelError
+
+__all__ = ["prepare_quantisation", "quantisation_method"]
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "mxfp8": ("accelerate",),
+    "mxfp4": ("accelerate",),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "torchao": ("torchao", "accelerate"),
+    "gptq": ("gptqmodel", "optimum", "accelerate"),
+    "awq": ("gptqmodel", "accelerate"),
+}
+
+
+def quantisation_method(config: Any) -> str | None:
+    """Return the `quant_method` of a transformers config, or None if its weights are not quantised."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    fields = found if isinstance(found, dict) else found.to_dict()
+    method = fields.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def prepare_quantisation(config: Any, model: str) -> None:
+    """Raise ModelError if a package is missing that loads the quantised weights of a checkpoint. Modifies `config`:
+    compressed-tensors would otherwise dequantise weights in the first step, after modules were fused."""
+    method = quantisation_method(config)
+    if method is None:
+        return
+    missing = [name for name in PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise ModelError(
+            f"{model}: its weights are quantised ({method}), and loading them needs packages that are not installed: "
+            f"pip install {' '.join(missing)}"
+        )
+    found = config.quantization_config
+    if method == "compressed-tensors" and isinstance(found, dict):
+        config.quantization_config = {"dequantize": True, **found}
