@@ -205,6 +205,59 @@ def torchao_int8(folder: Path) -> str:
     return saved_by_transformers(folder, transformers.TorchAoConfig(Int8WeightOnlyConfig()))
 
 
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GGUF_OUTER = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
+
+
+def gguf_file(folder: Path) -> str:
+    """A Llama whose matrices are Q8_0, with a tokenizer whose tokens are single characters."""
+    import gguf
+
+    model = dense_model(torch.float32)
+    config, path = model.config, folder / "tiny.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*(chr(0x100 + i) for i in range(config.vocab_size - 3)), "a", "b", "ab"])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, tensor in model.state_dict().items():
+        short = name.removesuffix(".weight")
+        if short in GGUF_OUTER:
+            named = GGUF_OUTER[short]
+        else:
+            _, _, layer, part = short.split(".", 3)
+            named = f"blk.{layer}.{GGUF_NAMES[part]}"
+            if part in ("self_attn.q_proj", "self_attn.k_proj"):  # llama.cpp rotates neighbours, not halves
+                halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        array = tensor.contiguous().numpy()
+        if array.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{named}.weight", gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{named}.weight", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
 FORMATS: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "fp8": (fp8, ("accelerate",)),
     "mxfp4": (mxfp4, ("accelerate",)),

@@ -19,7 +19,7 @@ from kvloom.models.lora import AdapterError, AdapterSlots
 from kvloom.models.paged import is_dense, replace_up_projections
 from kvloom.models.specs import ModelError
 
-from .quantised import FORMATS, bitsandbytes_4bit, compressed_int4, dense_model, gptq
+from .quantised import FORMATS, bitsandbytes_4bit, compressed_int4, dense_model, gguf_file, gptq
 from .tiny import MLA
 
 PROMPT = list(range(3, 40))
@@ -31,8 +31,8 @@ def need(*packages: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
-def expected(path: str, tokens: int = 12) -> list[int]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+def expected(path: str, tokens: int = 12, **source: Any) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **source).eval()
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -85,6 +85,25 @@ def test_a_missing_package_is_named_before_weights_are_read(
     ) as caught:
         load(path, device="cpu")
     assert path in str(caught.value)
+
+
+def test_a_gguf_file_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    need("gguf", "accelerate")
+    path = gguf_file(tmp_path)
+    assert generated(path, dtype="float32") == expected(str(tmp_path), gguf_file="tiny.gguf")
+    assert load(path, "float32", "cpu")[1].decode([127, 125]) == "aba"
+
+
+def test_a_gguf_file_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvloom.models.loading.quantisation.find_spec", lambda _: None)
+        with pytest.raises(ModelError, match=r"\(gguf\).*pip install gguf accelerate"):
+            LLM(str(path), device="cpu")
+    need("gguf", "accelerate")
+    with pytest.raises(ModelError, match="transformers cannot read this GGUF file"):
+        load(str(path), device="cpu")
 
 
 class _Halves(torch.Tensor):

@@ -23,6 +23,7 @@ from kvloom.models.specs import (
     ModelError,
     ModelSpec,
     embedded_models,
+    is_gguf,
     known_models,
     kv_dtypes,
     load_config,
@@ -89,12 +90,14 @@ def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
 
 
 def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
-    """Return the config of a local model, or None for a hub id. Raises ValueError for a folder without a config, a
-    config without weights, or a hub id if no hub can be reached.
+    """Return the config of a local model, or None for a hub id or a GGUF file. Raises ValueError for a folder without a
+    config, a config without weights, or a hub id if no hub can be reached.
     """
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{model}: the folder has no config.json: give the folder of a model")
+    if is_gguf(model):
+        return None
     named = path.is_file() or (not path.exists() and model.lower() in known_models())
     if named and load_format != "random":
         raise ModelError(

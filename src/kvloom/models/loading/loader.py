@@ -1,6 +1,7 @@
-"""Loads models by name: a folder or hub id with weights, or a config with random weights.
+"""Loads models by name: a folder, hub id or GGUF file with weights, or a config with random weights.
 
     load("org/name" | "folder")                                    weights (safetensors) and tokenizer
+    load("file.gguf")                                              weights and tokenizer of a GGUF file
     load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
 
 Config, files and code are checked before any weight is read. `refusal` returns the reason why a config cannot run.
@@ -20,11 +21,11 @@ import torch
 from torch import nn
 
 from kvloom.models.paged import prepare, refusal_reason, replace_up_projections
-from kvloom.models.specs import ModelError, known_models, load_config, model_spec
+from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
 from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
-from .quantisation import prepare_quantisation, quantisation_method
+from .quantisation import check_packages, prepare_quantisation, quantisation_method
 
 __all__ = [
     "LoadFormat",
@@ -162,6 +163,14 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
     from transformers import AutoConfig
 
     path = Path(model)
+    if is_gguf(model):
+        check_packages("gguf", model)
+        try:
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:  # transformers' reader of GGUF raises errors of many types
+            raise ModelError(
+                f"{model}: transformers cannot read this GGUF file: {_first_line(error)}"
+            ) from error
     if path.is_file() or (model.lower() in known_models() and not path.is_dir()):
         if load_format != "random":
             raise ModelError(
@@ -312,7 +321,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     try:
         with _reading_by_tensor():
             loaded, info = cls.from_pretrained(
-                model, config=own, dtype=dtype, use_safetensors=True, output_loading_info=True, **place
+                **_source(model), config=own, dtype=dtype, output_loading_info=True, **place
             )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{model}: the weights cannot be loaded: {_first_line(error)}") from error
@@ -324,6 +333,14 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     if quantisation_method(config) is not None:
         replace_up_projections(loaded, dtype)
     return loaded if direct else loaded.to(device)
+
+
+def _source(model: str) -> dict[str, Any]:
+    """Return the arguments of transformers that name a checkpoint."""
+    path = Path(model)
+    if is_gguf(model):
+        return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": model, "use_safetensors": True}
 
 
 @contextmanager
@@ -381,6 +398,11 @@ def _tokenizer(model: str) -> Any | None:
     from transformers import AutoTokenizer
 
     folder = Path(model)
+    if is_gguf(model):
+        try:
+            return AutoTokenizer.from_pretrained(folder.parent, gguf_file=folder.name)
+        except Exception as error:
+            raise ModelError(f"{model}: its tokenizer cannot be read: {_first_line(error)}") from error
     if folder.is_file() or (not folder.is_dir() and model.lower() in known_models()):
         return None
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS):

@@ -11,6 +11,7 @@ Keys and values do not depend on the format of weights: `kv_dtype` alone selects
 | torchao            | quantised                                             | torchao accelerate      |
 | gptq               | quantised                                             | gptqmodel optimum       |
 | awq                | quantised                                             | gptqmodel accelerate    |
+| gguf (a file)      | dequantised at loading                                | gguf accelerate         |
 
 Other methods of transformers are tried, too.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from kvloom.models.specs import ModelError
 
-__all__ = ["prepare_quantisation", "quantisation_method"]
+__all__ = ["check_packages", "prepare_quantisation", "quantisation_method"]
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "compressed-tensors": ("compressed-tensors",),
@@ -33,6 +34,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "torchao": ("torchao", "accelerate"),
     "gptq": ("gptqmodel", "optimum", "accelerate"),
     "awq": ("gptqmodel", "accelerate"),
+    "gguf": ("gguf", "accelerate"),
 }
 
 
@@ -46,18 +48,23 @@ def quantisation_method(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def prepare_quantisation(config: Any, model: str) -> None:
-    """Raise ModelError if a package is missing that loads the quantised weights of a checkpoint. Modifies `config`:
-    compressed-tensors would otherwise dequantise weights in the first step, after modules were fused."""
-    method = quantisation_method(config)
-    if method is None:
-        return
+def check_packages(method: str, model: str) -> None:
+    """Raise ModelError if a package is missing that loads weights of this method."""
     missing = [name for name in PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise ModelError(
             f"{model}: its weights are quantised ({method}), and loading them needs packages that are not installed: "
             f"pip install {' '.join(missing)}"
         )
+
+
+def prepare_quantisation(config: Any, model: str) -> None:
+    """Raise ModelError if a package is missing that loads the quantised weights of a checkpoint. Modifies `config`:
+    compressed-tensors would otherwise dequantise weights in the first step, after modules were fused."""
+    method = quantisation_method(config)
+    if method is None:
+        return
+    check_packages(method, model)
     found = config.quantization_config
     if method == "compressed-tensors" and isinstance(found, dict):
         config.quantization_config = {"dequantize": True, **found}

@@ -9,7 +9,7 @@ torch, weights or network.
 | catalog        | models known by name, configs on disk, embedded models                         |
 """
 
-from .catalog import embedded, embedded_models, folder_of, known_models, load_config, load_spec
+from .catalog import embedded, embedded_models, folder_of, is_gguf, known_models, load_config, load_spec
 from .config_reading import ModelError
 from .families_table import FAMILIES
 from .layer_specs import (
@@ -36,6 +36,7 @@ __all__ = [
     "embedded",
     "embedded_models",
     "folder_of",
+    "is_gguf",
     "known_models",
     "kv_dtypes",
     "load_config",

@@ -13,7 +13,7 @@ from typing import Any
 from .config_reading import ModelError
 from .layer_specs import ModelSpec, model_spec
 
-__all__ = ["embedded", "embedded_models", "folder_of", "known_models", "load_config", "load_spec"]
+__all__ = ["embedded", "embedded_models", "folder_of", "is_gguf", "known_models", "load_config", "load_spec"]
 
 _MODELS = "kvloom.models"
 """The package with the folders `configs` and `embedded`."""
@@ -76,6 +76,11 @@ def folder_of(model: str) -> str:
     if not model.startswith(PREFIX) or Path(model).exists():
         return model
     return embedded(model.removeprefix(PREFIX))
+
+
+def is_gguf(model: str) -> bool:
+    """Return whether `model` is an existing GGUF file, which has a config, weights and a tokenizer."""
+    return Path(model).suffix == ".gguf" and Path(model).is_file()
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
