@@ -47,6 +47,12 @@ _QWEN = {
     "video_token_id": 59,
 }
 
+_QWEN3_SIGHT = {
+    "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.3,
+}  # fmt: skip
+
 TINY: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {"model_type": "llama", **_TEXT},
@@ -107,6 +113,28 @@ TINY: dict[str, dict[str, Any]] = {
         "image_end_token_id": END,
         "video_token_id": 59,
     },
+    "glm4v_moe": {
+        "text_config": {
+            **_QWEN_TEXT, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+            "image_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        "image_token_id": IMAGE,
+        "image_start_token_id": BEGIN,
+        "image_end_token_id": END,
+        "video_token_id": 59,
+    },
+    "qwen3_vl": {"text_config": {**_QWEN_TEXT, "head_dim": 8}, "vision_config": _QWEN3_SIGHT, **_QWEN},
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_QWEN_TEXT, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        },
+        "vision_config": _QWEN3_SIGHT,
+        **_QWEN,
+    },
     "internvl": {
         "text_config": {"model_type": "qwen2", **_TEXT},
         "vision_config": {**_SIGHT, "image_size": [8, 8], "patch_size": [2, 2]},
@@ -133,8 +161,9 @@ TINY: dict[str, dict[str, Any]] = {
         "vision_feature_layers": [-2, -1],
     },
 }  # fmt: skip
-MAIN = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")
-"""One of each kind: plain positions, three axes with and without windows in the tower, tokens that see each other."""
+MAIN = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+"""One of each kind: plain positions, three axes with and without windows in the tower, features for several layers, tokens
+that see each other."""
 
 GRIDS = ((1, 4, 6), (1, 8, 4), (1, 4, 4))
 SIZES = ((8, 12), (16, 4), (8, 8))
@@ -157,7 +186,7 @@ def vision_model(family: str, **changes: Any) -> Any:
 def image_of(family: str, seed: int) -> dict[str, torch.Tensor]:
     """What the processor of a family would make of an image; for some these have different sizes."""
     gen = torch.Generator().manual_seed(seed)
-    if family in ("qwen2_vl", "qwen2_5_vl", "glm4v"):
+    if family.startswith(("qwen", "glm4v")):
         grid = torch.tensor([GRIDS[seed % len(GRIDS)]])
         patches = torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=gen) * 3
         return {"pixel_values": patches, "image_grid_thw": grid}

@@ -233,6 +233,30 @@ def test_text_after_an_image_is_loaded_from_a_tier_without_encoding() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.few(1)
+def test_images_give_generates_tokens_whole_in_chunks_and_from_disk(family: str, tmp_path: Path) -> None:
+    model, image = vision_model(family), image_of(family, 1)
+    prompt = prompt_of(family, words(1, 15), image, words(2, 30))
+    wanted = expected(family, model, prompt, [image], NEW)
+
+    def ask(engine: Engine) -> int:
+        request = engine.add(prompt, GREEDY, images=[image])
+        engine.run()
+        assert request.tokens == wanted
+        engine.close()
+        return request.cached_tokens or 0
+
+    assert ask(engine_of(model, token_budget=128)) == 0
+    assert ask(engine_of(model, token_budget=19)) == 0
+    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": OffloadConfig("always")}
+    assert ask(make_engine(model, 8 << 20, **kept)) == 0
+    again = make_engine(model, 8 << 20, **kept)
+    assert again.vision is not None
+    assert ask(again) >= len(prompt) - 16  # found on disk
+    assert again.vision.encoder_runs == 0
+
+
 def test_a_layout_with_embeddings_keeps_every_other_group_as_it_is() -> None:
     for name in known_models():
         layers = load_spec(name).layers
@@ -416,7 +440,7 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
 def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
     vision = Vision(vision_model(family))
     made = vision.embed(vision.sample())
-    assert made.shape[1] == TINY[family]["text_config"]["hidden_size"]
+    assert (made.shape[1], made.dtype) == vision.embedding_shape
     if "image_grid_thw" in vision.inputs:
         assert len(made) == 1024
 

@@ -51,6 +51,7 @@ class CrossVision(Vision):
         self.token = int(model.config.image_token_id)
         self.bidirectional = self.uses_mrope = False
         weight = model.get_input_embeddings().weight
+        self._width = weight.shape[1]
         self._device, self._dtype = weight.device, weight.dtype
         self.encoder_runs = 0
         self._block = 0

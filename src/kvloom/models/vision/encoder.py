@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
@@ -37,12 +38,15 @@ VISION_FAMILIES: dict[str, bool] = {
     "cohere2_vision": False,
     "gemma3": True,
     "glm4v": False,
+    "glm4v_moe": False,
     "internvl": False,
     "llava": False,
     "mistral3": False,
     "mllama": False,
     "qwen2_5_vl": False,
     "qwen2_vl": False,
+    "qwen3_vl": False,
+    "qwen3_vl_moe": False,
     "vipllava": False,
 }
 """Supported families by model type, and whether the tokens of an image see each other in both directions."""
@@ -92,6 +96,12 @@ class Vision:
         """Whether rotary positions have three axes (M-RoPE)."""
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
+        added = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+        self._width = weight.shape[1] * (1 + len(added))
+        """Numbers of an embedding. In Qwen3-VL an image token has further parts, which are added to the results of the
+        first layers (DeepStack)."""
+        if added:
+            _split_embeddings(self._base.language_model)
         text = config.get_text_config()
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.bidirectional and slides else None
@@ -121,15 +131,14 @@ class Vision:
     @property
     def embedding_shape(self) -> tuple[int, torch.dtype]:
         """The length and dtype of one embedding."""
-        return int(self._model.get_input_embeddings().weight.shape[1]), self._dtype
+        return int(self._width), self._dtype
 
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
         """Store image embeddings in this pool from now on. `cross_views` has, for each cross-attention layer, its view
         and its column in the page ids of an image."""
-        width = self._model.get_input_embeddings().weight.shape[1]
-        self.embeddings = Embeddings(layout, buffer, width, self._dtype)
+        self.embeddings = Embeddings(layout, buffer, self._width, self._dtype)
 
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
@@ -214,6 +223,7 @@ class Vision:
             return batch
         with torch.inference_mode():
             embeds = self._model.get_input_embeddings()(batch.tokens)
+            embeds = nn.functional.pad(embeds, (0, self._width - embeds.shape[1]))
             embeds[upload(np.concatenate(at), self._device)] = torch.cat(parts)
         joined = upload(spans, self._device) if self.bidirectional else None
         return replace(batch, embeds=embeds, spans=joined)
@@ -243,9 +253,9 @@ class Vision:
         }
         self.encoder_runs += 1
         with torch.inference_mode():
-            given = self._features(**inputs, return_dict=True).pooler_output
-            pieces = given if isinstance(given, list | tuple) else [given]
-            return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
+            found = self._features(**inputs, return_dict=True)
+            parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            return torch.cat([_joined(part) for part in parts], -1).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
         """Return the embeddings [begin, end) of image number `place` from its pages. If the pages are not filled yet,
@@ -399,3 +409,29 @@ class Vision:
                 )
             parts.append(row)
         return np.concatenate(parts, 1)
+
+
+def _joined(given: Any) -> torch.Tensor:
+    """Return the features of an image, which a tower returns as one tensor or in pieces, as [tokens, numbers]."""
+    pieces = given if isinstance(given, list | tuple) else [given]
+    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
+
+
+def _split_embeddings(text: Any) -> None:
+    """Let a text model with DeepStack take embeddings [1, tokens, (1 + layers) * hidden]. The first part is the input of
+    the first layer, and each other part is added to the result of one layer. Repeated calls are allowed."""
+    if vars(text).get("splits_embeddings"):
+        return
+
+    def split(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        embeds, hidden = given.get("inputs_embeds"), module.config.hidden_size
+        if embeds is None or embeds.shape[-1] == hidden:
+            return None
+        first, *added = (part.contiguous() for part in embeds.split(hidden, -1))
+        given["inputs_embeds"] = first
+        given["visual_pos_masks"] = torch.ones(first.shape[:2], dtype=torch.bool, device=first.device)
+        given["deepstack_visual_embeds"] = [part[0] for part in added]
+        return args, given
+
+    text.register_forward_pre_hook(split, with_kwargs=True)
+    vars(text)["splits_embeddings"] = True
