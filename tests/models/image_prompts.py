@@ -141,6 +141,16 @@ TINY: dict[str, dict[str, Any]] = {
         "image_token_id": IMAGE,
         "downsample_ratio": 0.5,
     },
+    "llama4": {
+        "text_config": {
+            **_TEXT, "head_dim": 8, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48,
+        },
+        "vision_config": {
+            **_SIGHT, "intermediate_size": 64, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24,
+            "pixel_shuffle_ratio": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "image_token_index": IMAGE,
+    },
     "mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
         "vision_config": {**_PIXTRAL, "image_size": 16},

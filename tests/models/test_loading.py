@@ -48,6 +48,28 @@ def test_a_sharded_folder_gives_the_tokens_it_was_saved_with(family: str, tmp_pa
     assert Runner(loaded).generate(prompts) == expected(model, prompts)
 
 
+def test_files_of_weights_are_not_mapped_into_memory(tmp_path: Path) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("no /proc: the mapped files of a process are not known")
+    name = saved(tiny("llama"), tmp_path, max_shard_size="20KB")
+    during = []
+
+    def watch(*_: Any, **__: Any) -> None:
+        during.append(name in maps.read_text())
+
+    inner = transformers.LlamaForCausalLM.tie_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformers.LlamaForCausalLM, "tie_weights", lambda *a, **k: (watch(), inner(*a, **k))[1]
+        )
+        model, _ = load(name, "float32", "cpu")
+    assert during
+    assert not any(during)
+    assert name not in maps.read_text()
+    assert model.model.embed_tokens.weight.isfinite().all()
+
+
 def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
     name = saved(tiny("llama").to(torch.bfloat16), tmp_path)
     assert {weight.dtype for weight in load(name, device="cpu")[0].parameters()} == {torch.bfloat16}

@@ -40,6 +40,7 @@ VISION_FAMILIES: dict[str, bool] = {
     "glm4v": False,
     "glm4v_moe": False,
     "internvl": False,
+    "llama4": False,
     "llava": False,
     "mistral3": False,
     "mllama": False,
@@ -254,7 +255,10 @@ class Vision:
         self.encoder_runs += 1
         with torch.inference_mode():
             found = self._features(**inputs, return_dict=True)
-            parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            pooled = getattr(found, "pooler_output", None)
+            if pooled is None:  # the model itself projects the features of its tower (Llama 4)
+                pooled = self._model.multi_modal_projector(found.last_hidden_state.flatten(0, 1))
+            parts = [pooled, *(getattr(found, "deepstack_features", None) or ())]
             return torch.cat([_joined(part) for part in parts], -1).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
