@@ -56,7 +56,9 @@ def test_a_repeated_beginning_is_not_tokenised_again(monkeypatch: pytest.MonkeyP
     assert counting.characters < 2 * text_tokenizer.PIECE_CHARACTERS
 
 
-def test_the_time_of_a_text_does_not_depend_on_texts_of_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_text_does_not_depend_on_texts_of_other_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(text_tokenizer, "COMPARED_TEXTS", 0)
     counting = Counting()
     tokenizer = TextTokenizer(counting)

@@ -136,7 +136,9 @@ def test_lookup_proposes_what_followed(how: str) -> None:
         assert engine.speculation.stats.steps - before < 15
 
 
-def test_past_answers_stay_with_their_tenant_and_salt_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_past_answers_stay_with_their_tenant_and_salt_and_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvloom.engine.speculation.lookup.MOST_TOTAL_TOKENS", 200)
     proposer = SuffixProposer()
 
@@ -148,7 +150,10 @@ def test_past_answers_stay_with_their_tenant_and_salt_and_are_bounded(monkeypatc
 
     prompt = [5, 6, 7, 8, 9, 10]
     proposer.request_finished(request(prompt, [11, 12, 13, 14], "a", "s"))
-    found = [proposer._longest(request(prompt, [], tenant, salt), 4) for tenant, salt in (("a", "s"), ("a", ""), ("b", "s"))]
+    found = [
+        proposer._longest(request(prompt, [], tenant, salt), 4)
+        for tenant, salt in (("a", "s"), ("a", ""), ("b", "s"))
+    ]
     assert found == [[11, 12, 13, 14], [], []]
     for number in range(100):
         proposer.request_finished(request(prompt, [11, 12, 13, 14], f"tenant {number}"))

@@ -30,9 +30,25 @@ from tests.engine.made_tokenizers import byte_level
 SAMPLES = int(os.environ.get("KVLOOM_TIMING_SAMPLES", "100"))
 TOKENS = 700
 MODEL = "tiny"
-WORDS = (
-    ["the", "of", "cache", "block", "page", "token", "tier", "pool", "model", "prompt", "layer", "state", "window", "head", "chunk", "router", "worker"]
-)
+WORDS = [
+    "the",
+    "of",
+    "cache",
+    "block",
+    "page",
+    "token",
+    "tier",
+    "pool",
+    "model",
+    "prompt",
+    "layer",
+    "state",
+    "window",
+    "head",
+    "chunk",
+    "router",
+    "worker",
+]
 
 pytestmark = pytest.mark.slow
 

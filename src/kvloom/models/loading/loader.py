@@ -351,10 +351,16 @@ def _reading_by_tensor() -> Iterator[None]:
     from safetensors import safe_open
     from transformers import modeling_utils
 
-    def opened(file: str, framework: str, device: str = "cpu", **_: Any) -> Any:
-        return safe_open(file, framework=framework, device=device, backend="pread")
+    def opened(file: str, framework: str, device: str = "cpu", **options: Any) -> Any:
+        try:
+            return safe_open(file, framework=framework, device=device, backend="pread")
+        except TypeError:  # safetensors before 0.8 can only map a file
+            return safe_open(file, framework=framework, device=device, **options)
 
-    own = modeling_utils.safe_open
+    own = getattr(modeling_utils, "safe_open", None)
+    if own is None:  # a version of transformers that reads files in another way
+        yield
+        return
     modeling_utils.safe_open = opened
     try:
         yield
