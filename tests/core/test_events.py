@@ -160,7 +160,7 @@ def test_events_are_consistent_no_unknown_parent_no_removal_before_storing(kind:
             for name in event.hashes:
                 known.setdefault(name, set()).update(event.groups)
         elif isinstance(event, BlockRemoved):
-            assert event.reason in ("lru", "grown")
+            assert event.reason in ("adaptive", "adaptive (off: LRU)", "grown")
             for name in event.hashes:
                 if name in known:
                     dropped += 1

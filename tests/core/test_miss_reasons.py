@@ -143,4 +143,4 @@ def test_the_only_prompt_of_a_tenant_is_called_evicted_when_it_was() -> None:
     cached(world, prompt_of(64), gold)
     world.clock.advance(2.0)
     assert start(world, prompt_of(4, seed=1)).sequence.extend(64) == 0
-    assert world.cache.explain(world.cache.match(prompt_of(64), gold)) == Miss("evicted", 0, 2.0, "lru")
+    assert world.cache.explain(world.cache.match(prompt_of(64), gold)) == Miss("evicted", 0, 2.0, "adaptive")

@@ -15,12 +15,12 @@ from .world import LAYOUTS
 PROMPT = 8192
 
 
-def filled(blocks: int, kind: str = "full") -> KVCache:
+def filled(blocks: int, kind: str = "full", policy: str = "adaptive") -> KVCache:
     """Return a cache full of 8,192-token prompts that share nothing; eviction has begun."""
     layout = PoolLayout.build(LAYOUTS[kind])
     clock = VirtualClock()
     slabs = 1 + int(blocks * sum(g.runs / g.pages_per_slab for g in layout.of("token")))
-    cache = KVCache(layout, slabs, clock=clock, max_sequences=16, max_tokens=16384)
+    cache = KVCache(layout, slabs, clock=clock, max_sequences=16, max_tokens=16384, policy=policy)
     prompt = np.arange(PROMPT, dtype=np.int32)
     for i in range(blocks * 16 // PROMPT + 2):
         prompt[0] = 100_000 + i
@@ -58,7 +58,7 @@ def test_a_cached_block_takes_under_200_bytes_of_bookkeeping_in_a_pool_of_a_mill
 
 
 def test_a_full_pool_of_a_million_blocks_is_consistent() -> None:
-    cache = filled(1_000_000)
+    cache = filled(1_000_000, policy="lru")
     cache.check()
     prompt = np.arange(PROMPT, dtype=np.int32)
     prompt[0] = 100_000 + 1_000_000 * 16 // PROMPT + 1

@@ -74,7 +74,7 @@ def test_an_eviction_is_explained_with_age_and_policy(observed: Observed) -> Non
     late = server.complete(RED, prompt=prompt(50), max_tokens=2, ignore_eos=True)
     stopped = record_of(server, late["id"], RED)["stopped"]
     assert stopped["reason"] == "evicted"
-    assert "earlier by policy lru" in stopped["text"]
+    assert "earlier by policy adaptive" in stopped["text"]
 
 
 def test_records_are_listed_newest_first_up_to_the_limit(observed: Observed) -> None:

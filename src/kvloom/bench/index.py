@@ -52,6 +52,14 @@ def run_own(quick: bool = False) -> dict[str, Any]:
         own["life_named"][layout] = life(layout, names=True, repeats=repeats)
         own["life_evicting"][layout] = life(layout, evicting=True, repeats=repeats)
         own["decode_step"][layout] = decode_step(layout)
+    log("eviction policies")
+    own["policies"] = {
+        policy: {
+            "request, half cached": life(repeats=repeats, policy=policy)["total"],
+            "request, not cached, full pool": life(repeats=repeats, evicting=True, policy=policy)["total"],
+        }
+        for policy in ("lru", "adaptive")
+    }
     log("decode step by crossings and batch")
     own["decode_scaling"] = {
         "256 sequences, 4 cross": decode_step(batch=256, crossing=64)["total"],
@@ -162,6 +170,9 @@ def render(report: dict[str, Any]) -> None:
             f"bookkeeping per cached block, in a cache of {int(size):,} blocks: "
             f"{figures['bytes_per_block']:.0f} bytes"
         )
+    for policy, works in own["policies"].items():
+        figures = ", ".join(f"{work}: {figure:.0f} µs" for work, figure in works.items())
+        console.print(f"policy {policy}, layout full: {figures}")
     for work, figure in own["decode_scaling"].items():
         console.print(f"decode step, {work} a block boundary: {figure:.0f} µs")
     for peer, version in report["peers"].get("available", {}).items():

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
+from kvloom.core import DEFAULT_POLICY, KVCache, LayerSpec, PoolLayout, attention_fields
 from kvloom.models.specs import load_spec
 
 __all__ = ["LAYOUTS", "decode_step", "layout_of", "life", "pool_scale", "tree"]
@@ -44,6 +44,7 @@ def life(
     evicting: bool = False,
     names: bool = False,
     repeats: int = 40,
+    policy: str = DEFAULT_POLICY,
 ) -> Figures:
     """Return the microseconds of each phase of a request: match, allocate, publish and release. `total` is their sum.
 
@@ -51,7 +52,8 @@ def life(
     pages of other requests. With `names`, the cache publishes events, so every new block is hashed.
     """
     shape = layout_of(layout)
-    cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
+    slabs = _slabs(shape, tokens, 6 if evicting else 2 * repeats)
+    cache = KVCache(shape, slabs, max_sequences=4, policy=policy)
     if names:
         cache.events.subscribe(lambda event: None)
     draw = _drawer()

@@ -21,7 +21,7 @@ Other packages import only the names below, and only from this package.
 from .clock import Clock, VirtualClock, WallClock
 from .control import CacheControl, CheckpointPolicy, RetainRange
 from .events import BlockRemoved, BlockStored, Event, EventBus
-from .eviction import POLICIES, Account, Cost, Entry, Policy, Tenant, make_policy
+from .eviction import DEFAULT_POLICY, POLICIES, Account, Cost, Entry, Policy, Tenant, make_policy
 from .histogram import SECONDS, Histogram
 from .inspect import PoolMap
 from .kv_cache import KVCache
@@ -79,6 +79,7 @@ from .slo import (
 )
 
 __all__ = [
+    "DEFAULT_POLICY",
     "DTYPE_BYTES",
     "HASH_BYTES",
     "HASH_TOKENS",

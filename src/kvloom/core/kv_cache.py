@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
-from .eviction import Account, Policy, Tenant
+from .eviction import DEFAULT_POLICY, Account, Policy, Tenant
 from .inspect import Inspector, PoolMap, cache_stats, check_integrity
 from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
@@ -74,7 +74,7 @@ class KVCache:
         *,
         reserved: int | None = None,
         model: str = "",
-        policy: str | Policy = "lru",
+        policy: str | Policy = DEFAULT_POLICY,
         max_sequences: int = 256,
         max_tokens: int = 131072,
         tenants: Iterable[Tenant] = (),

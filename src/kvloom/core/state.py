@@ -19,6 +19,7 @@ from .allocator import Allocator
 from .clock import Clock
 from .control import CheckpointPolicy
 from .events import EventBus
+from .eviction.adaptive import Adaptive
 from .eviction.policies import Policy
 from .eviction.registry import make_policy
 from .eviction.tenants import Account, Accounts, Tenant
@@ -108,7 +109,10 @@ class CacheState:
         self.ghosts = Ghosts()
         self.lookup = Lookup(self.tree, self.media_cache, self.ghosts)
         self.counts = LookupCounts(layout)
-        self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
+        policy = make_policy(policy)
+        if isinstance(policy, Adaptive):
+            policy.compare_with_lru(lambda: self.tree.tokens, lambda: self.counts.looked_up_tokens)
+        self.accounts = Accounts(tenants, policy, (slabs - 1) * layout.slab_bytes)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
         self.block_tables = BlockTables(max_sequences, blocks, self.block_tokens, *widths, windows)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from kvloom.combinations import refused
-from kvloom.core import Objective, Tenant
+from kvloom.core import DEFAULT_POLICY, Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier, parse_tier, scheme_of
@@ -81,8 +81,8 @@ class EngineConfig:
     """Fraction of the device's memory that weights, steps and the pool may use together."""
     block_tokens: int = 16
     """Tokens of a block, a power of two from 16 to 256."""
-    eviction_policy: str = "lru"
-    """Name of the eviction policy: one of `kvloom.core.POLICIES`, or of an entry point in `kvloom.policies`."""
+    eviction_policy: str = DEFAULT_POLICY
+    """Name of the eviction policy: `adaptive` by default, or another of `kvloom.core.POLICIES`, or of an entry point in `kvloom.policies`."""
     checkpoint_every: int = 0
     """In models with windows or states: tokens between checkpoints, rounded up to blocks. 0 takes checkpoints only
     where prompts end or branch.

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvloom.arguments import DEVICE, DTYPE, KV_DTYPE, THREADS, device, dtype, number, size, whole
 from kvloom.config_file import add_config_argument
-from kvloom.core import POLICIES
+from kvloom.core import DEFAULT_POLICY, POLICIES
 
 from .config import EngineConfig
 
@@ -22,7 +22,7 @@ KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file f
 LOAD_FORMAT = (
     "random: create random weights; MODEL may then also be a config.json or a name of `kvloom plan --list`"
 )
-POLICY = f"which cached pages are evicted first: {', '.join(POLICIES)}, or an entry point of kvloom.policies (default: lru)"
+POLICY = f"which cached pages are evicted first: {', '.join(POLICIES)}, or an entry point of kvloom.policies (default: {DEFAULT_POLICY})"
 CHECKPOINT = (
     "tokens between checkpoints, in models with windows or states; more checkpoints find more prefixes and "
     "take more of the pool (default: 0, only where prompts end or branch)"
@@ -101,7 +101,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--block-tokens", type=whole(16, 256), default=16, metavar="N",
         help="tokens of a block: 16, 32, 64, 128 or 256 (default: 16)")  # fmt: skip
-    add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
+    add("--eviction-policy", default=DEFAULT_POLICY, metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
     add("--role", choices=("both", "prefill", "decode", "encode"), default="both", help=ROLE)

@@ -22,7 +22,7 @@ import torch
 from transformers import Cache as TransformersCache, DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvloom.core import CacheControl, Sequence, Visibility, parse_size
+from kvloom.core import DEFAULT_POLICY, CacheControl, Sequence, Visibility, parse_size
 from kvloom.kernels.memory import LayerView
 
 from .model_layers import cache_argument, forward_arguments, read_layers
@@ -68,7 +68,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         tiers: Many[str] = (),
         *,
         block_tokens: int = 16,
-        eviction_policy: str = "lru",
+        eviction_policy: str = DEFAULT_POLICY,
         salt: str = "",
     ) -> None:
         """Allocate `memory` for pages on the model's device and open the tiers. Runs the model once with a few tokens.

@@ -21,12 +21,13 @@ Until it has samples, the policy evicts the least recently used entry.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import getitem
 from typing import TypeVar
 
 from .policies import Entry, ReuseHistory
 from .reuse_model import VALUES, ReuseModel
+from .shadow import ShadowLRU
 
 __all__ = ["Adaptive", "Visit"]
 
@@ -52,6 +53,7 @@ class Visit(ReuseHistory):
         "fit",
         "length",
         "level",
+        "lru_share",
         "open",
         "resumed",
         "since",
@@ -78,6 +80,7 @@ class Visit(ReuseHistory):
             0,
         )  # sum of the feature factors, and the number of the model fit with which it was computed
         self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
+        self.lru_share = 0.0  # share of the evicted tokens of `before` that LRU would still have
 
 
 class Adaptive:
@@ -85,7 +88,10 @@ class Adaptive:
     microseconds and a few hundred bytes per request, for any prompt length.
     """
 
-    name = "adaptive"
+    @property
+    def name(self) -> str:
+        """`adaptive`, or `adaptive (off: LRU)` while the policy evicts like LRU."""
+        return "adaptive (off: LRU)" if self.shadow.is_off else "adaptive"
 
     COVER = 0.5
     """A request that hits at least this share of a visit's tokens returns to the visit."""
@@ -102,13 +108,26 @@ class Adaptive:
         self._without = [0.0] * _ENDS
         self._wanted = [0.0] * _ENDS
         self._tail = 0  # number of last tokens of a visit that most returning requests do not use
+        self.shadow = ShadowLRU()
+        """Compares the hits with those of LRU. If LRU would have more, this policy evicts like LRU."""
+        self._on_since = -math.inf  # entries that were last used before this time are evicted like LRU
+        self._cached_tokens: Callable[[], int] = lambda: 0
+        self._looked_up_tokens: Callable[[], int] = lambda: 0
+        self._before_lookup = 0
+        self._gained = 0.0  # tokens of the present request that LRU would not have hit
+        self._evicted = False
+
+    def compare_with_lru(self, cached_tokens: Callable[[], int], looked_up_tokens: Callable[[], int]) -> None:
+        """Start the comparison with LRU. `cached_tokens` returns the number of tokens in the cache, and
+        `looked_up_tokens` the number of tokens of all prompts so far."""
+        self._cached_tokens, self._looked_up_tokens = cached_tokens, looked_up_tokens
 
     # -- priorities -----------------------------------------------------------------------------
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
         history = entry.history
         age = now - entry.last_used
-        if not isinstance(history, Visit) or not history.open or age >= self.model.horizon:
+        if not isinstance(history, Visit) or not history.open or self._is_lru(entry, age):
             return (0.0, entry.last_used)
         stratum, level = self._placed = self._place(entry, history)
         self._asked = entry
@@ -117,7 +136,7 @@ class Adaptive:
     def review(self, entry: Entry, now: float) -> float:
         history = entry.history
         age = now - entry.last_used
-        if not isinstance(history, Visit) or not history.open or age >= self.model.horizon:
+        if not isinstance(history, Visit) or not history.open or self._is_lru(entry, age):
             return math.inf  # its priority is constant
         stratum, level = self._placed if entry is self._asked else self._place(entry, history)
         self._asked = None
@@ -129,10 +148,14 @@ class Adaptive:
         `entry`. If most returning requests do not use the last tokens of a visit, only tokens at that end are evicted
         together."""
         history = entry.history
-        if not isinstance(history, Visit) or not history.open:
+        if not isinstance(history, Visit) or not history.open or self.shadow.is_off:
             return entry.tokens
         more = self._tail - (history.length - entry.depth - entry.tokens)
         return min(more, entry.tokens) if more > 0 else entry.tokens
+
+    def _is_lru(self, entry: Entry, age: float) -> bool:
+        """Return whether an entry is ordered by its last use only."""
+        return age >= self.model.horizon or self.shadow.is_off or entry.last_used < self._on_since
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
         """Return the stratum and the level of an entry for `ReuseModel.index`. The stratum selects a baseline of the
@@ -154,17 +177,24 @@ class Adaptive:
 
     def on_hit(self, entry: Entry, now: float) -> None:
         history = entry.history
-        if isinstance(history, Visit) and history.watched:
-            self._record_reuse(history, entry.depth, entry.depth + entry.tokens, now)
+        if not isinstance(history, Visit):
+            return
+        tokens, last_used = entry.tokens, entry.last_used
+        if history.watched:
+            self._record_reuse(history, entry.depth, entry.depth + tokens, now)
+        self._gained += tokens * (1.0 - self.shadow.share(last_used))
+        self.shadow.use(tokens, last_used, now)
 
     def on_evict(self, entry: Entry, now: float) -> None:
-        pass
+        self._evicted = True
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
         """Record that a request opened with a hit of `resumed` tokens, and return the visit of the request. The
         parameters are those of `LearningPolicy.on_open`."""
         before: Visit | None = None
+        lru_share = 0.0
         if isinstance(ghost, Visit):
+            lru_share = self.shadow.share(ghost.start)
             before = ghost
             self._record_reuse(
                 ghost, resumed, 1 << 62, now
@@ -174,7 +204,9 @@ class Adaptive:
         if before is not None and before.open:
             before.open = False
             self._count_end(before.length - resumed, before is ghost)
-        return Visit(before, resumed, now)
+        visit = Visit(before, resumed, now)
+        visit.lru_share = lru_share
+        return visit
 
     def on_close(
         self,
@@ -194,6 +226,7 @@ class Adaptive:
         known = visit.resumed if before is None else max(visit.resumed, before.length - self._tail)
         visit.again = visit.turn if 2 * visit.resumed < known else 0
         visit.values = self._values(visit, max(0, length - known), tenant)
+        self._count_hits(visit, before, path, now)
         for entry in path:
             if entry.history is not None and entry.history is not before and entry.history is not visit:
                 entry.value += 1.0
@@ -202,6 +235,25 @@ class Adaptive:
         self._closed += 1
         if self._closed % 32 == 0:
             self._learn_ends()
+
+    def _count_hits(self, visit: Visit, before: Visit | None, path: Sequence[Entry], now: float) -> None:
+        """Record the uses of the entries in the shadow, and compare the hits of the request with those of LRU."""
+        shadow, lost = self.shadow, 0.0
+        if visit.lru_share and before is not None:
+            # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.
+            is_tail = visit.resumed >= before.length - self._tail
+            end = before.length if is_tail else before.length - self._tail
+            evicted = max(0, min(end, visit.length) - visit.resumed)
+            lost = evicted * visit.lru_share
+            shadow.drop(evicted, before.start)
+        for entry in path:
+            shadow.use(entry.tokens, None if entry.history is None else entry.last_used, now)
+        looked_up = self._looked_up_tokens()
+        capacity = self._cached_tokens() if self._evicted else shadow.capacity
+        self._evicted = False
+        if shadow.count(self._gained, lost, looked_up - self._before_lookup, capacity) and not shadow.is_off:
+            self._on_since = now
+        self._gained, self._before_lookup = 0.0, looked_up
 
     def _values(self, visit: Visit, new: int, tenant: str) -> bytes:
         new = new.bit_length()

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from .adaptive import Adaptive
 from .policies import FIFO, LFU, LRU, MRU, SLRU, CostAware, Policy, PriorityTTL
 
-__all__ = ["POLICIES", "POLICY_GROUP", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "POLICIES", "POLICY_GROUP", "make_policy"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "lru": LRU,
@@ -29,6 +29,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 """The policies of this package."""
 POLICY_GROUP = "kvloom.policies"
+DEFAULT_POLICY = "adaptive"
+"""The policy of a cache that names none."""
 
 
 def make_policy(policy: str | Policy) -> Policy:

@@ -16,6 +16,7 @@ or pages.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ import numpy.typing as npt
 __all__ = ["BINS", "VALUES", "ReuseModel"]
 
 Floats = npt.NDArray[np.float64]
+Tables = tuple[list[list[float]], list[list[float]]]
 
 VALUES = 16
 """Number of values that a feature can have: 0 to 15."""
@@ -42,7 +44,8 @@ class ReuseModel:
 
         | call     | cost                                                                     |
         |----------|--------------------------------------------------------------------------|
-        | start    | O(features); every `every`-th call, more often at first, fits the model  |
+        | start    | O(features); every `every`-th call, more often at first, starts a fit.   |
+        |          | The next calls continue the fit, each for less than about 1 ms           |
         | returned | O(1)                                                                     |
         | index    | O(1)                                                                     |
     """
@@ -69,13 +72,15 @@ class ReuseModel:
         self._recorded = 0
         self._stride = 1
         self._wrapped = 0.0
+        self._fitting: Iterator[None] | None = None
         self._index: list[list[list[float]]] = []
         self._lower: list[list[list[float]]] = []  # age from which the index is clearly lower
         age = self._middle
         reads, stays = (age / READS) ** 2, 1 / (1 + (age / GONE) ** 2)
         self._flat = PRIOR / age
         self._prior = self._flat * (reads / (1 + reads) * stays + 0.01)
-        self._tabulate(np.tile(self._flat, (strata, 1)))
+        index, lower = self._tables(self._flat)
+        self._index, self._lower = [index] * strata, [lower] * strata
 
     # -- samples --------------------------------------------------------------------------------
 
@@ -86,7 +91,11 @@ class ReuseModel:
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
-            self.fit(now)
+            self._fitting = self._fit_in_steps(now)
+            if self._recorded < self.every:  # few samples, so the whole fit is short
+                self.fit(now)
+        if self._fitting is not None and next(self._fitting, self) is self:
+            self._fitting = None
         if self._seen % self._stride:
             return -1
         number = self._recorded
@@ -148,15 +157,22 @@ class ReuseModel:
 
     def fit(self, now: float) -> None:
         """Fit the model to the samples in the window. Costs O(window · features)."""
+        self._fitting = None
+        for _ in self._fit_in_steps(now):
+            pass
+
+    def _fit_in_steps(self, now: float) -> Iterator[None]:
+        """Fit the model in about a dozen steps. The last step makes the result visible."""
         n = min(self._recorded, self.window)
         if not n:
             return
-        away = self._away[:n]
+        away = self._away[:n].copy()
         back = ~np.isnan(away)
         age = np.where(back, away, np.maximum(now - self._started[:n], 0.0))
         bin_ = np.searchsorted(self.edges[1:], age, "right")
         cell = self._stratum[:n] * np.int64(BINS) + bin_
         into = age - self.edges[bin_]
+        horizon = self.horizon
         size = self._weight[:n] / self._weight[:n].mean()
         used = size * back
         shape = (self.strata, BINS)
@@ -169,12 +185,13 @@ class ReuseModel:
         level = np.zeros(n)
         baseline = np.zeros(shape)
         for _ in range(ROUNDS):
+            yield
             times = size * np.exp(level)
             here = np.bincount(cell, times, cells).reshape(shape)
             beyond = here[:, ::-1].cumsum(1)[:, ::-1] - here
             exposure = beyond * self._width + np.bincount(cell, times * into, cells).reshape(shape)
             if not level.any():
-                self.horizon = self._far(count[:-1].sum(0), exposure[:-1].sum(0))
+                horizon = self._far(count[:-1].sum(0), exposure[:-1].sum(0))
             baseline = self._baseline(count, exposure)
             before = np.cumsum(baseline * self._width, 1) - baseline * self._width
             expected = size * (before.ravel()[cell] + baseline.ravel()[cell] * into)
@@ -183,8 +200,14 @@ class ReuseModel:
                 due = np.bincount(value, expected * np.exp(level), VALUES)
                 factors[feature] = np.log((seen[feature] + DOUBT) / (due + DOUBT))
                 level += factors[feature][value]
-        self.factors = factors.tolist()
-        self._tabulate(np.maximum(baseline, _LEAST))
+        tables: dict[bytes, Tables] = {}  # strata without data have equal tables
+        rows = [(row.tobytes(), row) for row in np.maximum(baseline, _LEAST)]
+        for key, row in rows:
+            if key not in tables:
+                yield
+                tables[key] = self._tables(row)
+        self.horizon, self.factors = horizon, factors.tolist()
+        self._index, self._lower = [tables[key][0] for key, _ in rows], [tables[key][1] for key, _ in rows]
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
@@ -210,17 +233,15 @@ class ReuseModel:
         last = int(np.argmax(come >= SEEN * come[-1]))
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
-    def _tabulate(self, baseline: Floats) -> None:
-        """Compute the table of `index` values, at the start of every age bin, for each stratum and level.
+    def _tables(self, baseline: Floats) -> Tables:
+        """Return two tables of a stratum, by level and age bin: the `index` at the start of the bin, and the age from
+        which the index is clearly lower.
 
         Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
         page is dropped at the best time.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
-        kinds, which = np.unique(
-            baseline, axis=0, return_inverse=True
-        )  # strata without data have equal tables
-        hazard = (kinds[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
+        hazard = baseline[None, :] * levels[:, None]
         mean = hazard * self._width
         stays = np.exp(-mean)
         waits = np.where(mean > 1e-9, (1 - stays) / hazard, self._width)
@@ -236,10 +257,7 @@ class ReuseModel:
         index[:, BINS] = index[:, BINS - 1] - _LOG_STEP
         falls = (index[:, None, :] <= index[:, :, None] - FALL) & np.tri(BINS + 1, k=-1, dtype=bool).T
         lower = np.where(falls.any(2), np.append(self.edges, math.inf)[falls.argmax(2)], math.inf)
-        shape = len(kinds), _LEVELS, BINS + 1
-        indices, lowers = index.reshape(shape).tolist(), lower.reshape(shape).tolist()
-        self._index = [indices[kind] for kind in which.ravel()]
-        self._lower = [lowers[kind] for kind in which.ravel()]
+        return index.tolist(), lower.tolist()
 
 
 def _row(level: float) -> int:

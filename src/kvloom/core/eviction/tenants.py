@@ -130,6 +130,7 @@ class Accounts:
     def __init__(self, tenants: Iterable[Tenant], policy: Policy, pool_bytes: int) -> None:
         declared = {tenant.name: tenant for tenant in tenants}
         declared.setdefault(self.DEFAULT, Tenant(self.DEFAULT))
+        self.policy = policy
         self.accounts = {name: Account(tenant, policy) for name, tenant in declared.items()}
         self.set_pool_bytes(pool_bytes)
 

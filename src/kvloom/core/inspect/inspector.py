@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from kvloom.core.eviction.adaptive import Adaptive
 from kvloom.core.eviction.tenants import Account
 from kvloom.core.histogram import Histogram
 from kvloom.core.pool.page_pool import SizeClass
@@ -104,6 +105,30 @@ class Inspector:
     def reuse_seconds(self) -> Histogram:
         """Histogram of the seconds between a hit and the previous use of the same prefix."""
         return self._state.counts.reuse_seconds
+
+    @property
+    def policy(self) -> dict[str, float]:
+        """The comparison of the adaptive policy with LRU. Empty for other policies.
+
+        | key                | meaning                                                                     |
+        |--------------------|-----------------------------------------------------------------------------|
+        | `is_off`           | 1 while the policy evicts like LRU, because it lost hits against LRU        |
+        | `times_off`        | how many times the policy was switched off                                  |
+        | `gained_tokens`    | tokens that were hit, and would not have been hit under LRU                 |
+        | `lost_tokens`      | tokens that were not hit, and would have been hit under LRU (an estimate)   |
+        | `compared_tokens`  | prompt tokens looked up since the pool was first full                       |
+        """
+        policy = self._state.accounts.policy
+        if not isinstance(policy, Adaptive):
+            return {}
+        shadow = policy.shadow
+        return {
+            "is_off": float(shadow.is_off),
+            "times_off": shadow.times_off,
+            "gained_tokens": shadow.gained_tokens,
+            "lost_tokens": shadow.lost_tokens,
+            "compared_tokens": shadow.looked_up_tokens,
+        }
 
     def hit_pages(self) -> dict[str, int]:
         """Return the number of pages hit so far, by group name. O(groups)."""

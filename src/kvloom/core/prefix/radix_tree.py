@@ -39,6 +39,8 @@ class RadixTree(Checkpoints):
         super().__init__(layout, pages, states, publisher)
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
+        self.tokens = 0
+        """Number of tokens of all nodes."""
         self.locked: set[Node] = set()
         """Nodes that have locks, because a sequence, a pin or a load ends there."""
         self._no_rows: Ids = np.empty((0, pages.width), np.int32)
@@ -224,6 +226,7 @@ class RadixTree(Checkpoints):
             self.pages.own_each(rows, nodes)
         block, source, listening = self.block, self.offload_source, self.events.listening
         size = block * TOKEN_BYTES
+        self.tokens += block * len(nodes)
         for i, node in enumerate(nodes):
             have, end = node.count, node.end
             if source is not None:
@@ -272,6 +275,7 @@ class RadixTree(Checkpoints):
         node.pages[have : node.count] = rows
         node.text += data
         node.end += len(data) // TOKEN_BYTES
+        self.tokens += len(data) // TOKEN_BYTES
         node.last_used = now
         if node.queued is not None:
             node.root.account.queue.push(node, now)
@@ -290,6 +294,7 @@ class RadixTree(Checkpoints):
         self.pages.add_cached(rows, node)
         parent.children[token_at(data)[0]] = node
         self.nodes += 1
+        self.tokens += len(data) // TOKEN_BYTES
         queue = node.root.account.queue
         if parent.queued is not None:
             queue.remove(parent)
@@ -360,6 +365,7 @@ class RadixTree(Checkpoints):
             self.publisher.dropped(node, max(end, start), reason)
         if self.offload_source is not None:
             self.offload_source.on_trim(node, end)
+        self.tokens -= node.end - max(end, start)
         keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
         node.root.account.free(self.pages.drop_cached(gone))

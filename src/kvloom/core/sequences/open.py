@@ -212,16 +212,17 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
     seq.release_cold_runs()
     table.free_row(row)
     account.open -= 1
+    learner = account.queue.learner
+    is_observed = learner is not None and seq.history is not None
+    if learner is not None and seq.history is not None:
+        path = tree.path(node)[::-1]
+        learner.on_close(seq.history, path, length, seq.control.tenant, seq.finish_reason, now)
     passed: Node | None = node
     while passed is not None:
         passed.last_used = now
         passed = passed.parent
-    learner = account.queue.learner
-    if learner is not None and seq.history is not None:
-        runs = tree.path(node)[::-1]
-        learner.on_close(seq.history, runs, length, seq.control.tenant, seq.finish_reason, now)
-        if node is not seq.node:
-            tree.requeue(node, now)
+    if is_observed and node is not seq.node:
+        tree.requeue(node, now)
     for window, first in enumerate(firsts):
         tree.queue_unneeded_range(node, window, first, length // state.block_tokens)
     tree.unlock(seq.node, now)

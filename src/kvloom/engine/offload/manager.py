@@ -9,6 +9,7 @@ which pages a prompt needs (`core.LoadPlan`). This module does not depend on tok
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Collection, Sequence as Many
 from typing import NamedTuple, Protocol
@@ -19,11 +20,13 @@ from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import (
+    DiskTier,
     Form,
     HostTier,
     OpenTier,
     PageChanges,
     SupportsChanges,
+    Tier,
     UnitTier,
     short_tier_names,
 )
@@ -37,6 +40,7 @@ from .host_pages import HostPages
 from .image_store import ImageStore
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
+from .saved_speeds import SavedSpeeds
 from .stats import OffloadStats
 from .store import PageOffloader
 from .throughput import TimeModel
@@ -51,6 +55,18 @@ IDLE_WAIT_SECONDS = 0.002
 COPY_WAIT_SECONDS = 0.0002
 """Longest sleep, in seconds, while copies run. Copies are polled, because their end sends no signal."""
 _COMPUTE = Decision(Action.COMPUTE)
+
+
+def _innermost(place: OpenTier) -> Tier:
+    """Return the tier that stores the pages, without the tiers that convert them."""
+    tier: Tier = place.tier
+    while (inner := getattr(tier, "inner", None)) is not None:
+        tier = inner
+    return tier
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
 class Step(Protocol):
@@ -119,6 +135,13 @@ class OffloadManager:
             cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
+        self._times = {"prefill": self._prefill_time, "copy": self._pool.copy_time}
+        self._saved_speeds: SavedSpeeds | None = None
+        disk = next((tier for tier in map(_innermost, places) if isinstance(tier, DiskTier)), None)
+        if disk is not None:
+            owner = f"{cache.model}, {cache.block_bytes} bytes a block, {_device_name(buffer.device)}"
+            self._saved_speeds = SavedSpeeds(disk.folder, owner)
+            self._saved_speeds.load(self._times, self.transfers.queues)
         self.cold: ColdPages | None = None
         """Cold pages of requests that are longer than the pool. None if no host tier is configured."""
         self.cold_refusal = ""
@@ -427,6 +450,8 @@ class OffloadManager:
         while self._store.busy and time.monotonic() < deadline:
             time.sleep(0.001)
             self._store.poll()
+        if self._saved_speeds is not None:
+            self._saved_speeds.save(self._times, self.transfers.queues)
         if self.host_server is not None:
             self.host_server.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))

@@ -23,6 +23,19 @@ class TimeModel:
         self._empty = 0.0, 0.0
         """Weight and seconds of the measurements with amount 0."""
 
+    VALUES = 7
+    """Number of `values`."""
+
+    @property
+    def values(self) -> list[float]:
+        """The sums of the fit, to save and restore the model."""
+        return [self._n, self._x, self._y, self._xx, self._xy, *self._empty]
+
+    @values.setter
+    def values(self, values: list[float]) -> None:
+        self._n, self._x, self._y, self._xx, self._xy, weight, seconds = values
+        self._empty = weight, seconds
+
     @property
     def is_known(self) -> bool:
         """Whether there is any measurement."""

@@ -133,6 +133,7 @@ class DashboardState:
             "hit_tokens": dict(metrics.hit_tokens),
             "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
+            "policy": stats.policy,
             "drafts": {
                 "count": stats.drafts,
                 "proposed": stats.proposed_tokens,

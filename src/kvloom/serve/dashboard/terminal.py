@@ -236,7 +236,7 @@ def _tiers(engine: State, totals: State) -> Group:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
-    texts = _sources(totals), _ages(totals["ages"]), _drafts(totals["drafts"])
+    texts = _sources(totals), _ages(totals["ages"]), _policy(totals["policy"]), _drafts(totals["drafts"])
     lines += [Text(text, style="bright_black") for text in texts if text]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
@@ -269,6 +269,15 @@ def _drafts(drafts: State) -> str:
         return ""
     accepted = sum(drafts["accepted"])
     return f"drafts: {drafts['count']:,}, {accepted / sum(drafts['proposed']):.0%} of their tokens accepted"
+
+
+def _policy(policy: State) -> str:
+    """Return how the adaptive policy compares with LRU. Empty for other policies, and until the pool is full."""
+    if not policy or not policy["compared_tokens"]:
+        return ""
+    points = 100 * (policy["gained_tokens"] - policy["lost_tokens"]) / policy["compared_tokens"]
+    off = ", off now: evicts like LRU" if policy["is_off"] else ""
+    return f"adaptive eviction: {points:+.1f} points of hit rate against LRU{off}"
 
 
 def _ages(ages: State) -> str:

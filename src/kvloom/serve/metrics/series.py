@@ -155,6 +155,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         *_speculation_series(stats),
         *_slo_series(stats),
         *_adapter_series(stats),
+        *_policy_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -186,6 +187,18 @@ def _speculation_series(stats: EngineStats) -> list[Series]:
         Series("", "counter", "Draft tokens", sum(stats.proposed_tokens), ("vllm:spec_decode_num_draft_tokens",)),
         Series("", "counter", "Accepted draft tokens", sum(stats.accepted_tokens), ("vllm:spec_decode_num_accepted_tokens",)),
         Series("kvloom_draft_saved_seconds", "gauge", "Estimated seconds that drafts saved", stats.draft_seconds_saved),
+    ]  # fmt: skip
+
+
+def _policy_series(stats: EngineStats) -> list[Series]:
+    """Return the comparison of the adaptive eviction policy with LRU. All values are 0 with another policy."""
+    policy = stats.policy
+    return [
+        Series("kvloom_policy_off", "gauge", "1 while the adaptive policy evicts like LRU, because it lost hits against LRU", policy.get("is_off", 0)),
+        Series("kvloom_policy_switched_off", "counter", "How often the adaptive policy was switched off", policy.get("times_off", 0)),
+        Series("kvloom_policy_gained_tokens", "counter", "Tokens hit that LRU would not have hit", policy.get("gained_tokens", 0)),
+        Series("kvloom_policy_lost_tokens", "counter", "Tokens not hit that LRU would have hit, estimated", policy.get("lost_tokens", 0)),
+        Series("kvloom_policy_compared_tokens", "counter", "Tokens looked up while the adaptive policy was compared with LRU", policy.get("compared_tokens", 0)),
     ]  # fmt: skip
 
 

@@ -379,6 +379,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `unused_tokens`                      | number of tokens with reserved pages that are not computed yet                       |
     | `miss_reasons`                       | number of lookups by miss reason                                                     |
     | `evicted`                            | number of evictions by kind of entry                                                 |
+    | `policy`                             | the comparison of the adaptive eviction policy with LRU: `Inspector.policy`          |
     | `hit_pages`                          | number of pages hit, by kind of layer                                                |
     | `eviction_age`, `reuse_age`          | histograms of the seconds since the last use: of evicted entries, and of hit entries |
     | `drafts`, `draft_seconds_saved`      | number of verified drafts; estimated seconds that drafts saved                       |
@@ -416,6 +417,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     output_tokens: int = 0
     miss_reasons: dict[str, int] = {}
     evicted: dict[str, int] = {}
+    policy: dict[str, float] = {}
     hit_pages: dict[str, int] = {}
     eviction_age: HistogramCounts = ([], 0.0)
     reuse_age: HistogramCounts = ([], 0.0)

@@ -74,6 +74,7 @@ def engine_stats(
         output_tokens=output_tokens,
         miss_reasons=dict(inspect.misses),
         evicted=dict(inspect.evicted),
+        policy=inspect.policy,
         hit_pages=inspect.hit_pages(),
         eviction_age=_counts(inspect.idle_seconds),
         reuse_age=_counts(inspect.reuse_seconds),

@@ -177,6 +177,11 @@ class DiskTier(Tier):
             )
 
     @property
+    def folder(self) -> Path:
+        """The folder of the tier."""
+        return self._path
+
+    @property
     def name(self) -> str:
         return f"disk:{self._path}"
 

@@ -32,6 +32,11 @@ class Throughput:
         self._seconds = self._seconds * fade + took
         self.bytes_per_second = self._bytes / self._seconds
 
+    def set_estimate(self, bytes_per_second: float) -> None:
+        """Sets the estimate to an earlier measurement, as if it were one window long."""
+        self.bytes_per_second = bytes_per_second
+        self._bytes, self._seconds = bytes_per_second * WINDOW_SECONDS, WINDOW_SECONDS
+
     def raise_estimate(self) -> None:
         """Raises the estimate by a tenth. Call this method whenever a load is skipped because the tier is slow.
         After several skips the estimate is high enough to try the tier again.

@@ -1,0 +1,121 @@
+"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size, and owns no pages.
+
+LRU keeps the most recently used tokens. Its content is therefore known from one number, the cutoff: the time since which
+the used tokens just fill the cache. A token would be a hit under LRU if its last use is after the cutoff. The shadow
+counts the tokens by the time of their last use, in about a thousand buckets, and moves the cutoff.
+
+    sizes    │ 12 │ 40 │  9 │ 31 │ 25 │ 38 │      tokens by last use, oldest left
+              ·········├── fill the cache ──┤
+                       cutoff              now
+
+The shadow follows all traffic, not a sample. Tokens that the policy evicted are counted, too: ghosts report their uses.
+The number of these tokens is an estimate, because the cache no longer has them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+__all__ = ["ShadowLRU"]
+
+BUCKETS = 1024
+"""Number of buckets that fill the cache."""
+LIMIT = 0.005
+"""Largest loss of hit rate against LRU. 0.005 is half a percentage point."""
+OFF_LOSS, ON_LOSS = 0.6 * LIMIT, 0.2 * LIMIT
+"""The policy is off from a loss of OFF_LOSS until the loss has faded to ON_LOSS. OFF_LOSS is below LIMIT, because the pages that
+the policy kept stay cached for a while after it is off."""
+MEMORY = 32.0
+"""The weight of past requests halves whenever requests have looked up this many times the tokens of the cache."""
+FIRST = 24.0
+"""The loss is divided by at least this many times the tokens of the cache. A few requests cannot switch the policy off,
+and the first loss is at most OFF_LOSS * FIRST of the cache: the policy needs some traffic to learn from."""
+
+
+class ShadowLRU:
+    """Compares the hits of a policy with the hits of LRU. Every call costs O(log BUCKETS) or less."""
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        """Number of tokens in the full cache. 0 until the cache is full."""
+        self.is_off = False
+        """Whether the policy has lost too much against LRU, and is off."""
+        self.times_off = 0
+        """How many times the policy was switched off."""
+        self.gained_tokens = self.lost_tokens = self.looked_up_tokens = 0.0
+        """Tokens that only the policy hit, tokens that only LRU would have hit, and tokens looked up, since the cache
+        is full."""
+        self._loss = self._looked_up = 0.0  # the same as a faded difference and a faded sum
+        self._starts: list[float] = [0.0]
+        self._sizes: list[float] = [0.0]
+        self._latest = 0.0
+        self._first = 0
+        self._total = 0.0
+        self._kept = 1.0  # share of the oldest bucket that LRU still has
+
+    @property
+    def loss(self) -> float:
+        """Recent loss of hit rate against LRU, from 0 to 1. Negative if the policy is better than LRU."""
+        return self._loss / max(self._looked_up, FIRST * self.capacity, 1.0)
+
+    def share(self, last_used: float) -> float:
+        """Return the share of tokens with this time of last use that LRU would still have, from 0 to 1."""
+        starts, first = self._starts, self._first
+        if last_used < starts[first]:
+            return 0.0
+        return self._kept if first + 1 < len(starts) and last_used < starts[first + 1] else 1.0
+
+    def use(self, tokens: float, last_used: float | None, now: float) -> None:
+        """Record a use of tokens. `last_used` is the time of their previous use, or None for new tokens."""
+        starts, sizes = self._starts, self._sizes
+        if last_used is not None:
+            self.drop(tokens, last_used)
+        if now > self._latest:  # uses at one time stay in one bucket
+            self._latest = now
+            if sizes[-1] * BUCKETS >= self.capacity:
+                starts.append(now)
+                sizes.append(0.0)
+        sizes[-1] += tokens
+        self._total += tokens
+
+    def drop(self, tokens: float, last_used: float) -> None:
+        """Stop counting tokens that were last used at this time, because they are used again or no longer exist."""
+        starts, sizes = self._starts, self._sizes
+        if last_used >= starts[self._first]:
+            at = bisect_right(starts, last_used, self._first) - 1
+            taken = min(tokens, sizes[at])
+            sizes[at] -= taken
+            self._total -= taken
+
+    def count(self, gained: float, lost: float, looked_up: int, capacity: int) -> bool:
+        """Count a request: the tokens that only the policy hit, the tokens that only LRU would have hit, and the
+        tokens looked up. `capacity` is the number of tokens in the full cache, or 0 if the cache is not full. Return
+        whether the policy was switched on or off."""
+        if not capacity:
+            return False
+        self.capacity = capacity
+        self._move_cutoff()
+        self.gained_tokens += gained
+        self.lost_tokens += lost
+        self.looked_up_tokens += looked_up
+        fade = 0.5 ** (looked_up / (MEMORY * capacity))
+        self._looked_up = self._looked_up * fade + looked_up
+        self._loss = self._loss * fade + lost - gained
+        is_off = self.loss > (ON_LOSS if self.is_off else OFF_LOSS)
+        if is_off == self.is_off:
+            return False
+        self.is_off = is_off
+        self.times_off += is_off
+        return True
+
+    def _move_cutoff(self) -> None:
+        sizes, first, last = self._sizes, self._first, len(self._sizes) - 1
+        while first < last and self._total - sizes[first] >= self.capacity:
+            self._total -= sizes[first]
+            first += 1
+        newer = self._total - sizes[first]
+        self._kept = min(1.0, max(0.0, self.capacity - newer) / sizes[first]) if sizes[first] else 1.0
+        self._first = first
+        if first > 4 * BUCKETS:
+            del self._starts[:first], self._sizes[:first]
+            self._first = 0
