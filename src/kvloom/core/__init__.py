@@ -21,7 +21,7 @@ Other packages import only the names below, and only from this package.
 from .clock import Clock, VirtualClock, WallClock
 from .control import CacheControl, CheckpointPolicy, RetainRange
 from .events import BlockRemoved, BlockStored, Event, EventBus
-from .eviction import POLICIES, Account, Cost, Entry, Policy, Tenant, make_policy
+from .eviction import POLICIES, PUBLIC_TENANT, Account, Cost, Entry, Policy, Tenant, make_policy
 from .histogram import SECONDS, Histogram
 from .inspect import PoolMap
 from .kv_cache import KVCache
@@ -57,6 +57,9 @@ from .prefix import (
     Reservation,
     activation_mark,
     hash_chain,
+    private_mark,
+    public_length,
+    public_root_hash,
     root_hash,
     tail_hash,
     token_bytes,
@@ -87,6 +90,7 @@ __all__ = [
     "NOT_CACHED",
     "POLICIES",
     "PROMPT",
+    "PUBLIC_TENANT",
     "QUANTISED",
     "RATIOS",
     "SECONDS",
@@ -150,6 +154,9 @@ __all__ = [
     "make_policy",
     "parse_size",
     "plain_ids",
+    "private_mark",
+    "public_length",
+    "public_root_hash",
     "root_hash",
     "tail_hash",
     "token_bytes",

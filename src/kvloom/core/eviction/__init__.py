@@ -5,15 +5,16 @@ registry      finds policies by name, also policies of other packages
 adaptive      the learning policy
 reuse_model   ReuseModel: predicts when an entry will be used again, for the learning policy
 queue         EvictionQueue: entries of one account in order
-tenants       Tenant, its account, quota and share
+tenants       Tenant, its account, quota and share; the account of public prefixes
 """
 
 from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory
 from .registry import POLICIES, make_policy
-from .tenants import Account, Tenant
+from .tenants import PUBLIC_TENANT, Account, Tenant
 
 __all__ = [
     "POLICIES",
+    "PUBLIC_TENANT",
     "Account",
     "Cost",
     "Entry",
