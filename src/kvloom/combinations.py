@@ -243,6 +243,12 @@ REFUSED = {
         "an engine without tokenizer",
         "text, stop texts and structured output need a tokenizer: pass one to the engine",
     ),
+    "public messages, images": Refused(
+        "request",
+        "cache.public_messages",
+        "images",
+        "cache: the token positions of messages are unknown until images are expanded: send public_tokens, or no images",
+    ),
     "images, model": Refused(
         "request",
         "images",

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvloom.cluster.router.fleet import AdapterOffer, Fleet, Offer
-from kvloom.cluster.router.prompt_keys import PromptKeys
+from kvloom.cluster.router.prompt_keys import PromptKeys, Roots
 from kvloom.cluster.router.scoring import Scorer, ScoringOptions, WorkerLoad
 from kvloom.core import CacheControl, activation_mark, token_bytes
 from kvloom.events_wire import wire_hashes
@@ -39,14 +39,14 @@ def test_the_router_computes_the_hashes_of_workers(activated: bool) -> None:
     adapter = AdapterOffer("ab" * 16, (60, 61) if activated else ())
     offer = Offer(engine.cache.model, adapters={"sql": adapter})
     root = Fleet.root("model", offer, "tenant", "", adapter="sql")
-    found = PromptKeys(token_bytes(tokens), [], len(tokens)).hashes(root, adapter)
+    found = PromptKeys(token_bytes(tokens), [], len(tokens)).hashes(Roots(root, adapter=adapter))
     control = CacheControl(tenant="tenant", adapter="" if activated else adapter.digest)
     mark = activation_mark(tokens, adapter.invocation_tokens, adapter.digest)
     media = () if mark is None else (mark,)
     wanted = engine.cache.block_hashes(tokens, control, media, 0, len(tokens) // 16 * 16, None)
     assert found == wire_hashes(wanted)
     plain = PromptKeys(token_bytes(tokens), [], len(tokens)).hashes(
-        Fleet.root("model", offer, "tenant", ""), None
+        Roots(Fleet.root("model", offer, "tenant", ""))
     )
     shared = [one == other for one, other in zip(found, plain, strict=True)]
     assert shared == ([True, True, False, False] if activated else [False] * 4)

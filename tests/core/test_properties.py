@@ -4,6 +4,7 @@ and without eviction the hits are exactly those of a plain list of prompts."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from unittest import TestCase
 
 import hypothesis.strategies as st
@@ -39,6 +40,7 @@ controls = st.builds(
     store=st.sampled_from([True, True, True, False]),
     read=st.sampled_from([True, True, True, False]),
     session=st.sampled_from([None, "s1", "s2"]),
+    public_tokens=st.sampled_from([0, 0, 16, 40, 64]),
     retain=st.sampled_from([(), (), (RetainRange(0, 20, 2, 5.0),), (RetainRange(10, None, -1),)]),
 )
 
@@ -65,6 +67,7 @@ class Machine(RuleBasedStateMachine):
         quota=st.sampled_from([None, 30]),
         listen=st.booleans(),
         elastic=st.booleans(),
+        public=st.sampled_from([0, 6, 1000]),
     )
     def start(
         self,
@@ -78,6 +81,7 @@ class Machine(RuleBasedStateMachine):
         quota: int | None,
         listen: bool,
         elastic: bool,
+        public: int,
     ) -> None:
         self.kind = kind
         names = ("", "gold", "free") if shares else ()
@@ -91,11 +95,13 @@ class Machine(RuleBasedStateMachine):
             block,
             policy=policy,
             tenants=declared,
+            public_bytes=public * slab,
             checkpoint_policy=snapshots,
             reserved=slabs + 50 if elastic else None,
         )
-        self.shares = shares
-        self.roomy = slabs == 3000 and quota is None
+        self.public = bool(public)
+        self.shares = shares or self.public
+        self.roomy = slabs == 3000 and quota is None and public != 6
         self.pins: list[object] = []
         self.index = HashIndex(self.cache.layout.groups) if listen else None
         if listen:
@@ -118,14 +124,16 @@ class Machine(RuleBasedStateMachine):
         start = min(5, len(prompt) - 1)
         return (Media(start, start + 1, bytes([which]) * 16, tokens=20),)
 
+    def _allowed(self, control: CacheControl) -> CacheControl:
+        return control if self.public else replace(control, public_tokens=0)
+
     @precondition(lambda self: len(self.world.opened) < 6)
     @rule(parts=segments, control=controls, image=st.sampled_from([None, None, 1, 2]))
     def open(self, parts: list[tuple[int, int]], control: CacheControl, image: int | None) -> None:
-        prompt = spell(parts)
+        prompt, control = spell(parts), self._allowed(control)
         media = self._media(prompt, image)
         match = self.cache.match(prompt, control, media)
-        seen = self.cache.state.media_ids.place(np.array(prompt, np.int32), media).tolist()
-        root = self.cache.root_hash(control)
+        seen, root = np.frombuffer(match.data, np.int32).tolist(), match.root_hash
         known = max((common(seen, text) for name, text in self.world.stored if name == root), default=0)
         expected = min(known, len(prompt) - 1) if control.read else 0
         assert match.resume <= match.matched <= expected or not control.read
@@ -240,7 +248,7 @@ class Machine(RuleBasedStateMachine):
         if not self.cache.state.tree.needs_checkpoints:
             assert reached == len(item.tokens) - n
         item.tokens = item.tokens[:reached]
-        if elsewhere and all(m.stop <= reached for m in item.media):  # it goes on with other tokens
+        if elsewhere and all(m.stop <= reached for m in item.sequence.media):  # it goes on with other tokens
             item.prompt = item.prompt[:reached]
 
     @precondition(lambda self: 0 < len(self.world.opened) < 6)
@@ -266,7 +274,7 @@ class Machine(RuleBasedStateMachine):
     @rule(parts=segments, ttl=st.sampled_from([0.5, 5.0]), control=controls)
     def pin(self, parts: list[tuple[int, int]], ttl: float, control: CacheControl) -> None:
         if len(self.pins) < 3:
-            self.pins.append(self.cache.pin(spell(parts), ttl, control))
+            self.pins.append(self.cache.pin(spell(parts), ttl, self._allowed(control)))
 
     @precondition(lambda self: self.pins)
     @rule()

@@ -170,7 +170,7 @@ class World:
             if media.start < len(after) and self.cache.state.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
                     for column, cls, _ in self._columns("media"):
-                        key = seq.root.hash + media.digest
+                        key = seq.media_root + media.digest
                         if seq.length <= media.start:
                             self._write(cls, row[column], ("media", column, i), key)
         ids = np.maximum(np.array(tokens, np.int32), 0)  # media ids are given as placeholders
@@ -206,7 +206,7 @@ class World:
                     for column, cls, _ in self._columns("media"):
                         assert (
                             self.bytes_[cls, row[column]][("media", column, i)]
-                            == seq.root.hash + media.digest
+                            == seq.media_root + media.digest
                         )
 
     def check(self) -> None:
@@ -260,8 +260,9 @@ def start(
     """Look a prompt up and open a sequence; nothing is computed yet."""
     cache = world.cache
     control = control or CacheControl()
-    sequence = cache.open(cache.match(prompt, control, media))
-    seen = cache.state.media_ids.place(np.array(prompt, np.int32), media).tolist()
+    match = cache.match(prompt, control, media)
+    sequence = cache.open(match)
+    seen = np.frombuffer(match.data, np.int32).tolist()
     item = Open(sequence, seen[: sequence.length], seen, control, media)
     world.opened.append(item)
     return item

@@ -287,7 +287,10 @@ def test_a_readable_key_file_causes_a_warning(tmp_path: Path) -> None:
         ("key-number-1 t max_ttl=nan", "max_ttl 'nan'"),
         ("key-number-1 t max_ttl=inf", "max_ttl 'inf'"),
         ("key-number-1 t most=3", "unknown cap 'most'"),
-        ("key-number-1 t max_open=3\nkey-number-2 t max_open=4", "different quota, weight, slo_… or max_"),
+        (
+            "key-number-1 t max_open=3\nkey-number-2 t max_open=4",
+            "different quota, weight, slo_…, max_… or public",
+        ),
         ("key-number-1 t slo_ttft=0", "slo_ttft '0' must be a number above 0"),
         ('{"key-number-1": {"tenant": "t", "max_open": 1.5}}', "max_open 1.5"),
         ('{"key-number-1": {"tenant": "t", "max_answers": true}}', "max_answers True"),

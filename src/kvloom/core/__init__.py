@@ -21,7 +21,17 @@ Other packages import only the names below, and only from this package.
 from .clock import Clock, VirtualClock, WallClock
 from .control import CacheControl, CheckpointPolicy, RetainRange
 from .events import BlockRemoved, BlockStored, Event, EventBus
-from .eviction import DEFAULT_POLICY, POLICIES, Account, Cost, Entry, Policy, Tenant, make_policy
+from .eviction import (
+    DEFAULT_POLICY,
+    POLICIES,
+    PUBLIC_TENANT,
+    Account,
+    Cost,
+    Entry,
+    Policy,
+    Tenant,
+    make_policy,
+)
 from .histogram import SECONDS, Histogram
 from .inspect import PoolMap
 from .kv_cache import KVCache
@@ -57,6 +67,9 @@ from .prefix import (
     Reservation,
     activation_mark,
     hash_chain,
+    private_mark,
+    public_length,
+    public_root_hash,
     root_hash,
     tail_hash,
     token_bytes,
@@ -88,6 +101,7 @@ __all__ = [
     "NOT_CACHED",
     "POLICIES",
     "PROMPT",
+    "PUBLIC_TENANT",
     "QUANTISED",
     "RATIOS",
     "SECONDS",
@@ -151,6 +165,9 @@ __all__ = [
     "make_policy",
     "parse_size",
     "plain_ids",
+    "private_mark",
+    "public_length",
+    "public_root_hash",
     "root_hash",
     "tail_hash",
     "token_bytes",

@@ -14,7 +14,7 @@ from functools import partial
 
 from .clock import Clock
 from .eviction.policies import Entry
-from .eviction.tenants import Account, Accounts
+from .eviction.tenants import PUBLIC_TENANT, Account, Accounts
 from .histogram import Histogram
 from .pool.compaction import Compaction
 from .pool.page_pool import Ids, PagePool
@@ -116,6 +116,15 @@ class Allocator:
             slabs = self._free_slabs(account, slabs, partial(self._pool.slabs_short, needs), now)
         return self._pages(slabs * self._slab_bytes, needs) if slabs else 0
 
+    def limit_public(self, size: int) -> None:
+        """Evict cached public pages until `size` more bytes fit into the limit of public prefixes. Pages in use are
+        not evicted, so the limit may be exceeded."""
+        account, limit, now = self._accounts[PUBLIC_TENANT], self._accounts.public_bytes, self._clock.now()
+        while (over := account.used + size - limit) > 0 and account.used > account.in_use:
+            slabs = -(-over // self._slab_bytes)
+            if not self._evict_from(account, slabs, now) and not self._evict_below_public(slabs, now):
+                return
+
     def evict_ahead(self) -> bool:
         """Evict a few pages ahead of time, so that offloading them does not delay a later step. Returns whether a
         page was evicted.
@@ -129,7 +138,7 @@ class Allocator:
         until = before + -(-rows // PIECES) * size
         while (slabs := self._pool.slabs_short(needs)) and (left := until - self.evicted_bytes) > 0:
             victim = self._accounts.victim(None, now) if self._free_bytes() < part else None
-            if victim is None or victim.guaranteed >= victim.used > 0:
+            if victim is None or victim.guaranteed >= victim.counted > 0:
                 break
             if (
                 victim.used <= victim.in_use
@@ -170,7 +179,8 @@ class Allocator:
                 if only is None:
                     victim = self._accounts.victim(account, now)
                     few = self._fair(account, victim, slabs) if victim is not None else 0
-                if victim is None or not self._evict_from(victim, few, now):
+                done = victim is not None and self._evict_from(victim, few, now)
+                if not done and not self._evict_below_public(slabs, now):
                     if not can_compact or not self._compact(cheaply=False):
                         break
             slabs = missing()
@@ -227,7 +237,7 @@ class Allocator:
         account, only memory above the guaranteed share of `victim` counts. The result is at least 1."""
         if victim is requester or not victim.guaranteed:
             return slabs
-        return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
+        return max(1, min(slabs, int((victim.counted - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
         """Convert `size` bytes to a number of pages, rounded up and at least 1. Uses the page size of the size
@@ -273,6 +283,29 @@ class Allocator:
         self.evicted_bytes += before - account.used
         return True
 
+    def _evict_below_public(self, slabs: int, now: float) -> bool:
+        """Evict blocks of a leaf below a public prefix, because the leaf prevents the eviction of cached public pages.
+        The prefix that was not used for the longest time comes first. The share of the leaf's tenant does not protect
+        the leaf. Returns False if there is no such leaf, or no cached public page. O(children of nodes passed)."""
+        account = self._accounts.accounts.get(PUBLIC_TENANT)
+        if account is None or account.used <= account.in_use:
+            return False
+        roots = (root for root in self._tree.roots.values() if root.owner.tenant == PUBLIC_TENANT)
+        todo: list[Node] = sorted((node for root in roots for node in root.children.values()), key=_newest)
+        while todo:
+            node = todo.pop()
+            if node.leaf:
+                owner, before = node.account, node.account.used
+                rows = -(-slabs * self._slab_bytes // self._block_bytes) if self._block_bytes else 1
+                owner.queue.policy.on_evict(node, now)
+                self._evict_tail(node, rows, now, owner.queue.policy.name)
+                owner.evictions += 1
+                self.evicted["blocks"] += 1
+                self.evicted_bytes += before - owner.used
+                return True
+            todo += sorted(node.children.values(), key=_newest)
+        return False
+
     @property
     def evictions(self) -> int:
         """Number of evicted entries."""
@@ -312,3 +345,8 @@ class Allocator:
         elif isinstance(entry, MediaRun) and not entry.users:
             self._media.drop(entry, reason)
             self._tree.invalidate_matches()
+
+
+def _newest(node: Node) -> float:
+    """Sort key by which the node that was used last comes first."""
+    return -node.last_used

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .eviction.tenants import PUBLIC_TENANT
+
 __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 
 
@@ -36,6 +38,10 @@ class CacheControl:
     published, so that other requests can hit them. With `read`, cached blocks are looked up. `session` identifies the
     session for `KVCache.end_session`. `retain` sets eviction priorities of token ranges. `lossy` accepts pages that a
     tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
+
+    The first `public_tokens` tokens are a public prefix, rounded down to whole blocks (`public_length`). Its blocks are
+    hashed without tenant and salt, and all tenants that mark the same tokens share them. Later blocks depend on tenant
+    and salt. `KVCache` needs `public_bytes` for such requests.
     """
 
     tenant: str = ""
@@ -46,6 +52,13 @@ class CacheControl:
     session: str | None = None
     retain: tuple[RetainRange, ...] = ()
     lossy: bool = False
+    public_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.public_tokens < 0:
+            raise ValueError(f"public_tokens {self.public_tokens} is negative; give a number of tokens, or 0")
+        if self.tenant == PUBLIC_TENANT:
+            raise ValueError(f"tenant name {PUBLIC_TENANT!r} is reserved; choose another name")
 
 
 @dataclass(frozen=True, slots=True)

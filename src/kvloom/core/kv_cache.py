@@ -27,8 +27,12 @@ from .prefix import (
     Media,
     Miss,
     Pin,
+    Prefix,
     QueuedPrefix,
     hash_chain,
+    private_mark,
+    public_length,
+    public_root_hash,
     root_hash,
     tail_hash,
     token_bytes,
@@ -64,7 +68,7 @@ class KVCache:
     The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
     `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
     open at the same time. The block tables reserve address space for all of them, but use memory only for open
-    sequences.
+    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`); 0 refuses them.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class KVCache:
         max_sequences: int = 256,
         max_tokens: int = 131072,
         tenants: Iterable[Tenant] = (),
+        public_bytes: int = 0,
         checkpoint_policy: CheckpointPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -91,6 +96,7 @@ class KVCache:
             max_sequences,
             max_tokens,
             tenants,
+            public_bytes,
             self.checkpoint_policy,
             self.clock,
         )
@@ -127,8 +133,8 @@ class KVCache:
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes. The root depends on model, tenant, adapter and salt. Lossy
-        requests have a separate root.
+        """Return the root of a request's private block hashes. The root depends on model, tenant, adapter and salt.
+        Lossy requests have a separate root. Does not depend on `control.public_tokens`.
         """
         key = (control.tenant, control.adapter, control.salt, control.lossy)
         found = self._root_hashes.get(key)
@@ -138,6 +144,28 @@ class KVCache:
             model = f"{self.model}, near" if control.lossy else self.model
             found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter, control.salt)
         return found
+
+    def public_length(self, control: CacheControl, length: int, media: Many[Media] = ()) -> int:
+        """Return how many tokens of a prompt of `length` tokens are a public prefix. Raises ValueError if the request
+        marks a public prefix, and this cache has no memory for public prefixes."""
+        if not control.public_tokens:
+            return 0
+        if not self.state.accounts.public_bytes:
+            raise ValueError(
+                f"a public prefix of {control.public_tokens} tokens, but public prefixes are off: "
+                "set public_bytes (--public-prefixes SIZE)"
+            )
+        return public_length(control.public_tokens, length, self.block_tokens, media)
+
+    def _prefix(self, ids: Ids, control: CacheControl, media: Many[Media]) -> Prefix:
+        """Return the root hash, the root hash of images, the public tokens and the marks of a prompt."""
+        root = self.root_hash(control)
+        public = self.public_length(control, len(ids), media) if control.public_tokens else 0
+        if not public:
+            return Prefix(root, root, 0, tuple(media))
+        model = f"{self.model}, near" if control.lossy else self.model
+        mark = private_mark(public, int(ids[public]), root)
+        return Prefix(public_root_hash(model, control.adapter), root, public, (*media, mark))
 
     def match(
         self, tokens: npt.ArrayLike, control: CacheControl | None = None, media: Many[Media] = ()
@@ -153,16 +181,17 @@ class KVCache:
     ) -> Match:
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
-        if media:
-            data = self.state.media_ids.place(np.frombuffer(data, np.int32), media).tobytes()
+        prefix = self._prefix(np.frombuffer(data, np.int32), control, media)
+        if prefix.media:
+            data = self.state.media_ids.place(np.frombuffer(data, np.int32), prefix.media).tobytes()
         if length > self.max_tokens:
             raise ValueError(f"a prompt of {length} tokens exceeds max_tokens {self.max_tokens}")
         limit = max(0, length - 1) if leave_last else length
-        return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
+        return self.state.lookup.find(prefix, data, control, limit)
 
     def has_media(self, match: Match, item: Media) -> bool:
         """Return whether the pool has the pages of an image, for prompts with the root hash of `match`."""
-        return match.root_hash + item.digest in self.state.media_cache
+        return match.media_root + item.digest in self.state.media_cache
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """Return the reason why the hit is not longer. With `across_tenants`, prefixes of other tenants are also
@@ -195,7 +224,7 @@ class KVCache:
         match = state.lookup.refreshed(match)
         seq = open_sequence(state, self, match)
         state.counts.opened(match)
-        seq.root.account.count_lookup(match.length, match.resume)
+        seq.owners.account.count_lookup(match.length, match.resume)
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
@@ -297,9 +326,11 @@ class KVCache:
 
         `parent` is the hash of the block before `first`. None means the root hash, which is correct only for block 0.
         """
-        ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
+        ids = np.frombuffer(token_bytes(tokens), np.int32)
+        prefix = self._prefix(ids, control, media)
+        ids = self.state.media_ids.place(ids, prefix.media)
         data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
-        parent = parent or self.root_hash(control)
+        parent = parent or prefix.root
         units = hash_chain(parent, data, resolve)
         rest = data[len(units) * HASH_TOKENS * TOKEN_BYTES :]
         if rest:
@@ -321,7 +352,8 @@ class KVCache:
         prefix in tokens."""
         if ttl <= 0:
             raise ValueError(f"ttl {ttl} is not positive; give seconds")
-        return self.state.pins.pin(self._match(tokens, control or _DEFAULT, media, leave_last=False), ttl)
+        match = self._match(tokens, control or _DEFAULT, media, leave_last=False)
+        return self.state.pins.pin(match, self.state.owners(match.control, match.public), ttl)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin early. A second call has no effect."""

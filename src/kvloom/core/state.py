@@ -17,12 +17,12 @@ import numpy as np
 
 from .allocator import Allocator
 from .clock import Clock
-from .control import CheckpointPolicy
+from .control import CacheControl, CheckpointPolicy
 from .events import EventBus
 from .eviction.adaptive import Adaptive
 from .eviction.policies import Policy
 from .eviction.registry import make_policy
-from .eviction.tenants import Account, Accounts, Tenant
+from .eviction.tenants import PUBLIC_TENANT, Account, Accounts, Tenant
 from .layout.layer_spec import PROMPT
 from .layout.pool_layout import PoolLayout
 from .pool.block_pages import BlockPages
@@ -36,6 +36,7 @@ from .prefix.lookup import Lookup
 from .prefix.lookup_counts import LookupCounts
 from .prefix.media_cache import MediaCache
 from .prefix.multimodal import MediaIds
+from .prefix.owners import BlockOwners
 from .prefix.pins import Pins
 from .prefix.publisher import EventPublisher
 from .prefix.radix_tree import RadixTree
@@ -84,6 +85,7 @@ class CacheState:
         max_sequences: int,
         max_tokens: int,
         tenants: Iterable[Tenant],
+        public_bytes: int,
         checkpoint_policy: CheckpointPolicy,
         clock: Clock,
     ) -> None:
@@ -112,12 +114,12 @@ class CacheState:
         policy = make_policy(policy)
         if isinstance(policy, Adaptive):
             policy.compare_with_lru(lambda: self.tree.tokens, lambda: self.counts.looked_up_tokens)
-        self.accounts = Accounts(tenants, policy, (slabs - 1) * layout.slab_bytes)
+        self.accounts = Accounts(tenants, policy, (slabs - 1) * layout.slab_bytes, public_bytes)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
         self.block_tables = BlockTables(max_sequences, blocks, self.block_tokens, *widths, windows)
         self.copies = PendingCopies(self.pool, layout.slab_bytes)
-        self.pins = Pins(self.tree, self.media_cache, self.accounts, clock)
+        self.pins = Pins(self.tree, self.media_cache, clock)
         self.in_transfer = PagesInTransfer(self.pages, self.states, self.accounts)
         self.compaction = Compaction(
             self.pool,
@@ -128,6 +130,7 @@ class CacheState:
             self.copies,
             (self.pins, self.in_transfer),
             self.block_tokens,
+            self.accounts.renumber_borrowed,
         )
         self.allocator = Allocator(
             self.pool,
@@ -168,12 +171,22 @@ class CacheState:
             needs = [a + b for a, b in zip(needs, self.media.needs(media), strict=True)]
         return needs
 
-    def take(self, account: Account, needs: list[int]) -> int:
-        """Evict until the pages of `needs` are free, and charge them to `account`. Returns the number of missing
-        pages. If pages are missing, nothing is charged."""
-        missing = self.allocator.free_pages(account, needs)
+    def owners(self, control: CacheControl, length: int) -> BlockOwners:
+        """Return the owners of a sequence's blocks. `length` is the number of tokens of its public prefix."""
+        private = self.accounts.owner(control.tenant)
+        if not length:
+            return BlockOwners(private)
+        return BlockOwners(private, self.accounts.owner(PUBLIC_TENANT), length // self.block_tokens)
+
+    def take(self, owners: BlockOwners, needs: list[int], public_rows: int = 0) -> int:
+        """Evict until the pages of `needs` are free, and charge them. `public_rows` is the number of public blocks
+        among them. Returns the number of missing pages. If pages are missing, nothing is charged."""
+        public = public_rows * self.pages.row_bytes
+        if public:
+            self.allocator.limit_public(public)
+        missing = self.allocator.free_pages(owners.account, needs)
         if not missing:
-            account.charge(self.allocator.bytes_of(needs))
+            owners.charge(self.allocator.bytes_of(needs), public)
         return missing
 
     @staticmethod

@@ -126,6 +126,9 @@ class EngineConfig:
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
     """Tenants with a separate quota or weight."""
+    public_bytes: int = 0
+    """Bytes of the pool for public prefixes, which all tenants share (`CacheControl.public_tokens`). 0 refuses requests
+    that mark a public prefix."""
     tiers: Sequence[str | OpenTier] = ()
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)

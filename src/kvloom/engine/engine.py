@@ -332,7 +332,7 @@ class Engine:
 
         | argument       | meaning                                                                                      |
         |----------------|----------------------------------------------------------------------------------------------|
-        | `control`      | caching options: tenant, session, `store`, `read`, priorities of token ranges                |
+        | `control`      | caching options: tenant, session, `store`, `read`, priorities of token ranges, public prefix |
         | `priority`     | a request with a larger value runs first and is preempted last                               |
         | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
         | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
@@ -357,6 +357,10 @@ class Engine:
         adapter, activation = self._adapter_of(lora, ids)
         control = _with_adapter(control, adapter, activation)
         image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
+        if control.public_tokens:
+            media = () if image_inputs is None else tuple(image_inputs.media)
+            media = media if activation is None else (*media, activation)
+            control = replace(control, public_tokens=self.cache.public_length(control, len(ids), media))
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
             self._request_count,

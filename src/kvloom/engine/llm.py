@@ -164,7 +164,7 @@ class LLM:
         raises ValueError and runs none.
 
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
-        caching options: tenant, session, `store`, `read`, priorities of token ranges.
+        caching options: tenant, session, `store`, `read`, priorities of token ranges, public prefix.
 
         `lora` is the name of a LoRA adapter for all prompts, or a list with one name per prompt. None is the base model.
 

@@ -102,6 +102,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-tokens", type=whole(16, 256), default=16, metavar="N",
         help="tokens of a block: 16, 32, 64, 128 or 256 (default: 16)")  # fmt: skip
     add("--eviction-policy", default=DEFAULT_POLICY, metavar="NAME", help=POLICY)
+    add("--public-prefixes", type=size, default=0, metavar="SIZE", dest="public_bytes",
+        help="bytes of the pool for public prefixes, which all tenants share (default: 0, which refuses them; docs/server.md)")  # fmt: skip
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
     add("--role", choices=("both", "prefill", "decode", "encode"), default="both", help=ROLE)

@@ -86,8 +86,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file with API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
-        "an admin key sees all tenants and the dashboard"
+        "file with API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [public] [admin]`; "
+        "`public` allows public prefixes; an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)
     key = f"an admin API key of tenant 'default'; repeatable (default: ${KEY}, which other users cannot see)"
@@ -378,4 +378,4 @@ def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
         places = args.max_running + args.max_queue
         answers = answers or max(1, min(args.max_running, places * PRESSURE // (PRESSURE + 1)))
         ttl = ttl or MAX_TTL_SECONDS
-    return Caps(answers, args.max_open, ttl, args.max_priority)
+    return Caps(answers, args.max_open, ttl, args.max_priority, public=not has_keys)

@@ -236,8 +236,8 @@ class RouterApplication:
         )
         instances: dict[str, Any] = {}
         roots = roots_of(self.fleet, model, names, tenant, salt, False, adapter)
-        for (root, version), mine in roots.items():
-            lengths = served.index.lengths(keys.hashes(root, version))
+        for root, mine in roots.items():
+            lengths = served.index.lengths(keys.hashes(root))
             for name in mine:
                 gpu, cpu, disk, store = lengths[name]
                 instances[name] = {

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, Objective, public_root_hash, root_hash
 from kvloom.events_wire import GPU, CurveKey, EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
@@ -87,6 +87,8 @@ class Offer:
     """Objective for requests that set no objective."""
     adapters: dict[str, AdapterOffer] = field(default_factory=dict)
     """LoRA adapters of the model on this worker, by name."""
+    block_tokens: int = HASH_TOKENS
+    """Tokens of a block. A public prefix ends at the end of a block."""
     resident_adapters: frozenset[str] = frozenset()
     """Names of the adapters that have a slot on the worker's device."""
 
@@ -430,6 +432,16 @@ class Fleet:
             self._offer(worker, model, offer)
 
     @staticmethod
+    def public_root(offer: Offer, lossy: bool = False, adapter: str | None = None) -> bytes | None:
+        """Return the root of the block hashes of public prefixes on a worker. Returns None if the worker is not
+        kvloom."""
+        if offer.hash_model is None:
+            return None
+        found = None if adapter is None else offer.adapters.get(adapter)
+        digest = "" if found is None or found.invocation_tokens else found.digest
+        return public_root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, digest)
+
+    @staticmethod
     def root(
         model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False, adapter: str | None = None
     ) -> bytes:
@@ -480,6 +492,7 @@ def _offer(found: dict[str, Any]) -> Offer:
             one["name"]: AdapterOffer(one["digest"], tuple(one.get("invocation_tokens") or ()))
             for one in found.get("adapters") or ()
         },
+        int(found.get("block_tokens") or HASH_TOKENS),
         frozenset(found.get("resident_adapters") or ()),
     )
 

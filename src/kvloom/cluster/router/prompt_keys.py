@@ -13,13 +13,22 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from kvloom.core import TOKEN_BYTES, activation_mark, hash_chain, root_hash, token_bytes
+from kvloom.core import (
+    HASH_TOKENS,
+    TOKEN_BYTES,
+    activation_mark,
+    hash_chain,
+    private_mark,
+    public_length,
+    root_hash,
+    token_bytes,
+)
 from kvloom.events_wire import wire_hashes
 
 from .fleet import AdapterOffer, Fleet, Offer, Worker
@@ -32,8 +41,18 @@ TOKENIZE_SECONDS = 2.0
 CHARACTERS_PER_TOKEN = 4
 CHAT_FIELDS = (
     "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template",
-    "chat_template_kwargs", "documents", "reasoning_effort", "add_special_tokens", "model",
+    "chat_template_kwargs", "documents", "reasoning_effort", "add_special_tokens", "model", "cache",
 )  # fmt: skip
+
+
+class Roots(NamedTuple):
+    """The roots of a request's block hashes on some workers: `private` for the tenant, and `public` for public
+    prefixes, or None if the workers have none. `adapter` is their version of the request's LoRA adapter."""
+
+    private: bytes
+    public: bytes | None = None
+    adapter: AdapterOffer | None = None
+    block_tokens: int = HASH_TOKENS
 
 
 @dataclass(slots=True)
@@ -45,23 +64,31 @@ class PromptKeys:
     text: list[int]
     length: int
     """Number of tokens. It is an estimate if only the text is known."""
+    public_tokens: int = 0
+    """Number of tokens that the request marked as a public prefix."""
 
-    def hashes(self, root: bytes, adapter: AdapterOffer | None = None) -> list[int]:
-        """Return the block hashes of the prompt for a root hash. Returns an empty list if its tokens are unknown. Takes
-        about 0.2 µs per block. With an activated LoRA (`adapter`), the hashes differ from those of the base model from
-        its invocation tokens on.
+    def hashes(self, roots: Roots) -> list[int]:
+        """Return the block hashes of the prompt for the roots of some workers. Returns an empty list if its tokens are
+        unknown. Takes about 0.2 µs per block. With an activated LoRA, the hashes differ from those of the base model
+        from its invocation tokens on. With a public prefix, the hashes depend on the tenant only after the prefix.
         """
         if self.tokens is None:
             return []
-        if adapter is None or not adapter.invocation_tokens:
-            return wire_hashes(hash_chain(root, self.tokens))
-        ids = np.frombuffer(self.tokens, "<i4").copy()
-        mark = activation_mark(ids, adapter.invocation_tokens, adapter.digest)
-        if mark is None:
-            return wire_hashes(hash_chain(root, self.tokens))
-        digest = mark.digest
-        ids[mark.start] = -1
-        return wire_hashes(hash_chain(root, ids.tobytes(), lambda _: digest))
+        adapter, marks = roots.adapter, []
+        is_activated = adapter is not None and bool(adapter.invocation_tokens)
+        if not is_activated and not self.public_tokens:
+            return wire_hashes(hash_chain(roots.private, self.tokens))
+        ids, root = np.frombuffer(self.tokens, "<i4").copy(), roots.private
+        if adapter is not None and is_activated:
+            mark = activation_mark(ids, adapter.invocation_tokens, adapter.digest)
+            marks += [] if mark is None else [mark]
+        public = public_length(self.public_tokens, len(ids), roots.block_tokens, marks)
+        if public and roots.public is not None:
+            root = roots.public
+            marks.append(private_mark(public, int(ids[public]), roots.private))
+        for number, mark in enumerate(marks):
+            ids[mark.start] = -1 - number
+        return wire_hashes(hash_chain(root, ids.tobytes(), lambda id_: marks[-1 - id_].digest))
 
 
 class PromptReader:
@@ -78,7 +105,7 @@ class PromptReader:
         image_tokens: int = 512,
     ) -> None:
         self._fleet, self._uses_workers, self._image_tokens = fleet, uses_workers, image_tokens
-        self._cached: OrderedDict[bytes, bytes] = OrderedDict()
+        self._cached: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._tokenizer: TextTokenizer | None = None
         if tokenizer is not None:
             from tokenizers import Tokenizer
@@ -103,17 +130,16 @@ class PromptReader:
                 tokens = token_bytes(prompt)
             except (ValueError, OverflowError, TypeError):
                 return PromptKeys(None, [], len(prompt))
-            return PromptKeys(tokens, [], len(prompt))
+            return PromptKeys(tokens, [], len(prompt), _public_tokens(body))
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
             if self._tokenizer is not None:
                 special = body.get("add_special_tokens") is not False
                 tokens = self._tokenizer.tokens(prompt, special, tenant)
-                return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
+                return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES, _public_tokens(body))
             asked: dict[str, Any] = {"prompt": prompt, "model": body.get("model")}
-            if "add_special_tokens" in body:
-                asked["add_special_tokens"] = body["add_special_tokens"]
+            asked |= {name: body[name] for name in ("add_special_tokens", "cache") if name in body}
             return await self._by_worker(asked, root, prompt.encode(errors="replace"), headers)
         if isinstance(body.get("messages"), list) and not _has_media(body["messages"]):
             asked = {name: body[name] for name in CHAT_FIELDS if name in body}
@@ -143,20 +169,22 @@ class PromptReader:
     ) -> PromptKeys:
         request = msgspec.json.encode(asked)
         key = blake2b(request + headers.get("authorization", "").encode(), digest_size=16).digest()
-        tokens = self._cached.get(key)
-        if tokens is None and self._uses_workers:
-            tokens = await self._tokenize(request, asked.get("model"), headers)
-        if tokens is None:
+        found = self._cached.get(key)
+        if found is None and self._uses_workers:
+            found = await self._tokenize(request, asked.get("model"), headers)
+        if found is None:
             return self._by_text(root, text)
-        self._cached[key] = tokens
+        tokens, public = self._cached[key] = found
         self._cached.move_to_end(key)
         if len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
-        return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
+        return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES, public)
 
-    async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
-        """Request the tokens of a prompt from the worker with the fewest requests. Returns None if the worker does
-        not answer in time."""
+    async def _tokenize(
+        self, request: bytes, model: Any, headers: dict[str, str]
+    ) -> tuple[bytes, int] | None:
+        """Request the tokens of a prompt from the worker with the fewest requests. Returns the tokens, and how many of
+        them are a public prefix. Returns None if the worker does not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()
@@ -174,7 +202,8 @@ class PromptReader:
             ) as answer:
                 if answer.status != 200:
                     return None
-                return token_bytes(msgspec.json.decode(await answer.read())["tokens"])
+                found = msgspec.json.decode(await answer.read())
+                return token_bytes(found["tokens"]), int(found.get("public_tokens") or 0)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
@@ -188,6 +217,13 @@ def salt_of(body: dict[str, Any]) -> str:
     """Return the field `cache_salt` of a request. It is empty if it is missing or invalid."""
     salt = body.get("cache_salt")
     return salt if isinstance(salt, str) else ""
+
+
+def _public_tokens(body: dict[str, Any]) -> int:
+    """Return the field `cache.public_tokens` of a request, or 0 if it is missing or invalid."""
+    cache = body.get("cache")
+    found = cache.get("public_tokens") if isinstance(cache, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
 
 
 def _is_image(part: Any) -> bool:
@@ -220,14 +256,15 @@ def roots_of(
     salt: str,
     lossy: bool,
     adapter: str | None = None,
-) -> dict[tuple[bytes, AdapterOffer | None], list[str]]:
-    """Group the workers `names` by the root of their block hashes for a request, and by their version of its adapter.
-    Return (root, adapter) → workers. Usually all workers have the same root.
+) -> dict[Roots, list[str]]:
+    """Group the workers `names` by the roots of their block hashes for a request. Return roots → workers. Usually all
+    workers have the same roots.
     """
-    found: dict[tuple[bytes, AdapterOffer | None], list[str]] = {}
+    found: dict[Roots, list[str]] = {}
     for name in names:
         offer: Offer = fleet.workers[name].models[model]
         root = Fleet.root(model, offer, tenant, salt, lossy, adapter)
         version = None if adapter is None else offer.adapters.get(adapter)
-        found.setdefault((root, version), []).append(name)
+        public = Fleet.public_root(offer, lossy, adapter)
+        found.setdefault(Roots(root, public, version, offer.block_tokens), []).append(name)
     return found

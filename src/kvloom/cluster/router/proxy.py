@@ -341,8 +341,8 @@ class Proxy:
         lossy = call.body.get("lossy") is True
         roots = roots_of(self.fleet, call.model, names, call.tenant, salt_of(call.body), lossy, call.adapter)
         found: dict[str, tuple[int, ...]] = {}
-        for (root, adapter), mine in roots.items():
-            hashes = keys.hashes(root, adapter)
+        for root, mine in roots.items():
+            hashes = keys.hashes(root)
             lengths = served.index.lengths(hashes)
             for name in mine:
                 call.hashes[name] = hashes

@@ -134,6 +134,8 @@ class Replicator:
         model = call.adapter or call.model
         body: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         body |= {name: call.body[name] for name in ("tenant", "cache_salt") if name in call.body}
+        if call.keys.public_tokens:
+            body["cache"] = {"public_tokens": call.keys.public_tokens}
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
         try:
             found = await self._send(

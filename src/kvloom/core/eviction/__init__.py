@@ -6,16 +6,17 @@ adaptive      the learning policy
 shadow        ShadowLRU: compares the learning policy with LRU, and switches it off if it loses hits
 reuse_model   ReuseModel: predicts when an entry will be used again, for the learning policy
 queue         EvictionQueue: entries of one account in order
-tenants       Tenant, its account, quota and share
+tenants       Tenant, its account, quota and share; the account of public prefixes
 """
 
 from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
-from .tenants import Account, Tenant
+from .tenants import PUBLIC_TENANT, Account, Tenant
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
+    "PUBLIC_TENANT",
     "Account",
     "Cost",
     "Entry",

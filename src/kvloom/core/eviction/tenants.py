@@ -1,7 +1,8 @@
 """Tenants. Each tenant has one account, with a quota and a guaranteed share of the pool.
 
 Quotas and shares limit memory use. They are not needed for isolation: the tenant's salt is part of the block hashes,
-so other tenants cannot hit the tenant's pages.
+so other tenants cannot hit the tenant's pages. Only blocks that a request marked public are shared. They are charged to
+a separate account.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from kvloom.core.slo import Objective
 
 from .policies import Entry, Policy
 from .queue import EvictionQueue
 
-__all__ = ["Account", "Accounts", "Tenant"]
+__all__ = ["PUBLIC_TENANT", "Account", "Accounts", "Owner", "Tenant"]
+
+PUBLIC_TENANT = "public prefixes"
+"""Name of the account of public prefixes, in the pool and in tiers. No tenant may have this name."""
 
 SOFT_PART = 0.5
 """Fraction of a share that is protected if the share is not firm."""
@@ -63,12 +68,15 @@ class Tenant:
 class Account:
     """The pool memory of one tenant. `used` is the number of bytes of all its pages, and `in_use` the part that
     sequences, pins and transfers use. `guaranteed` is the protected share in bytes. `open` is the number of open
-    sequences.
+    sequences. `borrowed` is the number of bytes of public pages that the tenant's sequences, pins and loads use. A
+    public page counts once, even if several of them use it. Quotas and shares apply to own and borrowed pages together.
 
     Also counts the tokens looked up, the tokens hit and the entries evicted.
     """
 
     __slots__ = (
+        "borrowed",
+        "borrowed_pages",
         "evictions",
         "guaranteed",
         "hit_tokens",
@@ -84,10 +92,43 @@ class Account:
         self.tenant = tenant
         self.used = 0
         self.in_use = 0
+        self.borrowed = 0
+        self.borrowed_pages: dict[int, int] = {}
+        """Number of uses of each borrowed page. `BlockPages.numbers` defines the keys."""
         self.open = 0
         self.guaranteed = 0.0
         self.looked_up_tokens = self.hit_tokens = self.evictions = 0
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
+
+    @property
+    def counted(self) -> int:
+        """Bytes that count against quota and share: the tenant's own pages, and the public pages that it uses."""
+        return self.used + self.borrowed
+
+    @property
+    def counted_in_use(self) -> int:
+        """The part of `counted` that is in use, and cannot be evicted."""
+        return self.in_use + self.borrowed
+
+    def borrow(self, pages: Iterable[int], size: int) -> None:
+        """Count one more use of each public page in `pages`. The pages have `size` bytes each. O(pages)."""
+        uses = self.borrowed_pages
+        for page in pages:
+            count = uses.get(page, 0)
+            uses[page] = count + 1
+            if not count:
+                self.borrowed += size
+
+    def give_back(self, pages: Iterable[int], size: int) -> None:
+        """Count one use less of each public page in `pages`. O(pages)."""
+        uses = self.borrowed_pages
+        for page in pages:
+            count = uses[page]
+            if count > 1:
+                uses[page] = count - 1
+            else:
+                del uses[page]
+                self.borrowed -= size
 
     def charge(self, size: int) -> None:
         """Count `size` bytes of allocated pages."""
@@ -114,21 +155,47 @@ class Account:
 
     def over_quota(self, need: int) -> int:
         """Return how many bytes of the tenant must be evicted so that `need` more bytes fit into the quota."""
-        return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
+        return 0 if self.tenant.quota is None else max(0, self.counted + need - self.tenant.quota)
 
     def beyond_quota(self, need: int) -> int:
         """Return by how many bytes `need` more bytes would exceed the quota, even if all cached pages of the tenant
         were evicted."""
-        return 0 if self.tenant.quota is None else max(0, self.in_use + need - self.tenant.quota)
+        if self.tenant.quota is None:
+            return 0
+        return max(0, self.counted_in_use + need - self.tenant.quota)
+
+
+class Owner(NamedTuple):
+    """The account to which pages are charged, and the name of the tenant under which tiers store them."""
+
+    account: Account
+    tenant: str
 
 
 class Accounts:
-    """The accounts of one pool. Undeclared tenants share the account of DEFAULT."""
+    """The accounts of one pool. Undeclared tenants share the account of DEFAULT.
+
+    `public_bytes` limits the pages of public prefixes. With 0 there is no account for them, and requests cannot mark
+    a prefix public. The limit is applied when public pages are allocated: cached public pages are then evicted. Pages
+    that running requests use may exceed it. The quotas of their tenants limit these pages. Tiers apply the limit like
+    the quota of a tenant.
+    """
 
     DEFAULT = ""
 
-    def __init__(self, tenants: Iterable[Tenant], policy: Policy, pool_bytes: int) -> None:
+    def __init__(
+        self, tenants: Iterable[Tenant], policy: Policy, pool_bytes: int, public_bytes: int = 0
+    ) -> None:
         declared = {tenant.name: tenant for tenant in tenants}
+        if PUBLIC_TENANT in declared:
+            raise ValueError(f"tenant name {PUBLIC_TENANT!r} is reserved; choose another name")
+        if public_bytes < 0:
+            raise ValueError(
+                f"public_bytes {public_bytes} is negative; give bytes, or 0 for no public prefixes"
+            )
+        self.public_bytes = public_bytes
+        if public_bytes:
+            declared[PUBLIC_TENANT] = Tenant(PUBLIC_TENANT, quota=public_bytes)
         declared.setdefault(self.DEFAULT, Tenant(self.DEFAULT))
         self.policy = policy
         self.accounts = {name: Account(tenant, policy) for name, tenant in declared.items()}
@@ -142,6 +209,18 @@ class Accounts:
 
     def __getitem__(self, tenant: str) -> Account:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
+
+    def owner(self, tenant: str) -> Owner:
+        """Return the owner of a tenant's private pages, or of public pages for the name PUBLIC_TENANT."""
+        return Owner(self[tenant], tenant)
+
+    def renumber_borrowed(self, new_of: dict[int, int]) -> None:
+        """Replace the keys of borrowed pages that compaction has moved. O(tenants * moved pages)."""
+        for account in self.accounts.values():
+            uses = account.borrowed_pages
+            if uses:
+                moved = {new: uses.pop(old) for old, new in new_of.items() if old in uses}
+                uses.update(moved)
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
         """Return the account whose next entry is evicted so that `requester` gets pages. Returns None if no account
@@ -161,9 +240,9 @@ class Accounts:
             only = requester or self.accounts[self.DEFAULT]
             return only if only.queue.live or only.queue.unneeded else None
         accounts = self.accounts.values()
-        below = requester is not None and requester.used < requester.guaranteed
+        below = requester is not None and requester.counted < requester.guaranteed
         victim = self._first(
-            (a for a in accounts if (a is requester and not below) or a.used > a.guaranteed), now
+            (a for a in accounts if (a is requester and not below) or a.counted > a.guaranteed), now
         )
         if victim is None and below:
             victim = self._first((a for a in accounts if a is requester), now)
@@ -176,7 +255,7 @@ class Accounts:
     @staticmethod
     def evictable(account: Account, requester: Account) -> int:
         """Return the cached bytes of `account` that `requester`, a different tenant, may evict."""
-        cached, above = account.used - account.in_use, account.used - int(account.guaranteed)
+        cached, above = account.used - account.in_use, account.counted - int(account.guaranteed)
         if requester.open <= 1 and not account.tenant.firm:
             return cached
         return max(0, min(cached, above))

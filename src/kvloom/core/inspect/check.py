@@ -8,9 +8,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvloom.core.eviction.tenants import PUBLIC_TENANT, Account
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids
+from kvloom.core.prefix.in_transfer import Reservation
 from kvloom.core.prefix.node import Node
+from kvloom.core.prefix.owners import BlockOwners
+from kvloom.core.prefix.pins import Pin
 from kvloom.core.state import CacheState
 
 __all__ = ["check_integrity"]
@@ -79,6 +83,68 @@ def check_integrity(state: CacheState) -> None:
     touched = state.copies.slabs().intersection(unbacked)
     assert not touched, f"a pending copy reads or writes the unbacked slabs {touched}"
     _check_accounts(state)
+    _check_charges(state)
+
+
+def _check_charges(state: CacheState) -> None:
+    """Find the account of every page again, and compare the sums with the accounts."""
+    accounts = list(state.accounts.accounts.values())
+    known = [np.full(c.in_use.shape, -1) for c in state.pool.classes]
+
+    def charge(account: Account, columns: BlockPages, rows: Ids) -> None:
+        number = accounts.index(account)
+        for cls, ids in columns.by_class(rows):
+            pages = ids[ids > 0]
+            others = known[cls][pages]
+            assert ((others < 0) | (others == number)).all(), f"class {cls}: a page belongs to two accounts"
+            known[cls][pages] = number
+
+    def charge_blocks(owners: BlockOwners, rows: Ids) -> None:
+        charge(owners.public.account, state.pages, rows[: owners.public_blocks])
+        charge(owners.account, state.pages, rows[owners.public_blocks :])
+        for numbers, size in state.pages.numbers(rows[: owners.public_blocks]):
+            uses = borrowed.setdefault(id(owners.account), Counter())
+            uses.update(numbers)
+            sizes.update(dict.fromkeys(numbers, size))
+
+    borrowed: dict[int, Counter[int]] = {}
+    sizes: dict[int, int] = {}
+    tables = state.block_tables
+    for root in state.tree.roots.values():
+        for node in _below(root):
+            charge(node.account, state.pages, node.pages[: node.count])
+            for checkpoint in node.checkpoints:
+                if checkpoint.states is not None:
+                    charge(node.account, state.states, checkpoint.states)
+    for row, seq in tables.open_sequences():
+        charge_blocks(seq.owners, tables.tables[:, row, : int(tables.blocks[row])].T)
+        charge(seq.owners.account, state.states, tables.states[:, row][None])
+        if seq.state_source is not None:
+            charge(seq.source_account, state.states, seq.state_source)
+        for run in seq.media_runs.values():
+            if isinstance(run, np.ndarray):
+                charge(seq.owners.account, state.media, run)
+    for run in state.media_cache.runs():
+        charge(run.account, state.media, run.rows)
+    holders: list[Pin | Reservation] = [*state.pins.pins(), *state.in_transfer.reservations()]
+    for holder in holders:
+        charge_blocks(holder.owners, holder.rows)
+        if holder.states is not None:
+            charge(holder.state_account, state.states, holder.states)
+    for account, columns, rows in state.copies.charged():
+        charge(account, columns, rows)
+    for batch in state.in_transfer.batches():
+        columns = state.states if batch.numbering == "state" else state.pages
+        charge(state.accounts[batch.tenant], columns, batch.rows)
+    strides = [state.layout.slab_bytes // c.per_slab for c in state.pool.classes]
+    for number, account in enumerate(accounts):
+        used = sum(int((k == number).sum()) * s for k, s in zip(known, strides, strict=True))
+        name = account.tenant.name
+        assert account.used == used, f"tenant {name!r} uses {account.used} bytes, its pages {used}"
+        uses = borrowed.get(id(account), Counter())
+        assert account.borrowed_pages == dict(uses), f"tenant {name!r}: uses of public pages differ"
+        size = sum(sizes[page] for page in uses)
+        assert account.borrowed == size, f"tenant {name!r} borrows {account.borrowed} bytes, its pages {size}"
 
 
 def _below(root: Node) -> Iterable[Node]:
@@ -132,10 +198,10 @@ def _check_accounts(state: CacheState) -> None:
     is_firm = all(a.tenant.firm for a in accounts)
     assert not shares or shares - total < 1, f"shares of {shares} in a pool of {total} bytes"
     assert not shares or not is_firm or total - shares < 1, f"shares of {shares} in a pool of {total} bytes"
-    sequences = Counter(id(seq.root.account) for _, seq in state.block_tables.open_sequences())
+    sequences = Counter(id(seq.owners.account) for _, seq in state.block_tables.open_sequences())
     for account in accounts:
         assert account.open == sequences[id(account)], (
             f"tenant {account.tenant.name!r} has {sequences[id(account)]} open sequences, counted {account.open}"
         )
-        quota = account.tenant.quota
+        quota = None if account.tenant.name == PUBLIC_TENANT else account.tenant.quota
         assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

@@ -97,7 +97,7 @@ class HotPrefixes:
         return {
             "id": f"{node.serial:06x}",
             "parent": None if isinstance(node.parent, Root) else f"{node.parent.serial:06x}",
-            "tenant": tenant(node.root.tenant),
+            "tenant": tenant(node.owner.tenant),
             "depth": node.start,
             "tokens": node.tokens,
             "hits": node.hits,

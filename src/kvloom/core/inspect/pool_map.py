@@ -127,7 +127,7 @@ class PoolMap:
             self._owner[c][rows[:, at]] = codes[at]
 
     def _paint_node(self, node: Node) -> None:
-        tenant = node.root.tenant
+        tenant = node.owner.tenant
         if node.count:
             self._paint(self._state.pages, "token", node.pages[: node.count], tenant)
         for checkpoint in node.checkpoints:
@@ -144,9 +144,14 @@ class PoolMap:
             before = painted.get(row)
             first = before[1] if before is not None and before[0] is seq else 0
             if blocks > first:
-                self._paint(self._state.pages, "token", rows.tables[:, row, first:blocks].T, seq.root.tenant)
+                pages, cut = (
+                    rows.tables[:, row, first:blocks].T,
+                    seq.owners.public_rows(first, blocks - first),
+                )
+                self._paint(self._state.pages, "token", pages[:cut], seq.owners.public.tenant)
+                self._paint(self._state.pages, "token", pages[cut:], seq.owners.private.tenant)
             if self._state.has_states:
-                self._paint(self._state.states, "state", rows.states[:, row][None], seq.root.tenant)
+                self._paint(self._state.states, "state", rows.states[:, row][None], seq.control.tenant)
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:

@@ -34,20 +34,23 @@ LAST_ROUND = 16
 @dataclass(frozen=True, slots=True)
 class TierQuery:
     """One question to the tiers: for which of `hashes` do they store a page of the layer group `group`? The caller
-    passes the answer to `LoadPlan.answer`."""
+    passes the answer to `LoadPlan.answer`. With `is_public`, the pages belong to a public prefix. Tiers store them
+    under the name PUBLIC_TENANT."""
 
     group: int
     hashes: list[bytes]
+    is_public: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
     """The pages of one group to load. The page of block `blocks[i]` has the hash `hashes[i]`. A state group has one
-    page, whose block is -1."""
+    page, whose block is -1. With `is_public`, the pages belong to a public prefix."""
 
     group: PageGroup
     blocks: list[int]
     hashes: list[bytes]
+    is_public: bool = False
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
@@ -72,7 +75,8 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
     if match.resume < match.matched:
         return None
     end = (match.matched // group.block_tokens + 1) * group.block_tokens
-    return TierQuery(group.index, [lookup.hash_at(match, end)] if end <= match.length else [])
+    hashes = [lookup.hash_at(match, end)] if end <= match.length else []
+    return TierQuery(group.index, hashes, end <= match.public)
 
 
 class LoadPlan:
@@ -144,11 +148,21 @@ class LoadPlan:
             self._settle_snapshots(found)
 
     def _ask_blocks(self) -> list[TierQuery]:
-        self._asked = []
+        self._asked, queries = [], []
         for group in self._tokens:
             lacking = np.flatnonzero(~self._present[group.index]).tolist()
-            self._asked.append((group.index, lacking))
-        return [TierQuery(group, [self.hashes[b] for b in blocks]) for group, blocks in self._asked]
+            for is_public, blocks in self._by_owner(lacking):
+                self._asked.append((group.index, blocks))
+                queries.append(TierQuery(group.index, [self.hashes[b] for b in blocks], is_public))
+        return queries
+
+    def _by_owner(self, blocks: list[int]) -> list[tuple[bool, list[int]]]:
+        """Divide block numbers into those of the public prefix and the others. Returns (is public, blocks) for each
+        part, without an empty public part."""
+        end = self.match.public // self.block
+        public = [b for b in blocks if b < end]
+        rest = (False, [b for b in blocks if b >= end])
+        return [(True, public), rest] if public else [rest]
 
     def _settle_blocks(self) -> None:
         for group in self._tokens:
@@ -210,6 +224,9 @@ class LoadPlan:
             self._upper_bound = min(self.limit, top) + 1
         size = min(self.block << 2 * min(self._round, 6), MOST_TAILS - self._tails)
         first = max(self.match.resume + 1, self._upper_bound - size)
+        if self._upper_bound > self.match.public + 1:  # one round queries either public or private positions
+            first = max(first, self.match.public + 1)
+        is_public = self._upper_bound <= self.match.public + 1
         self._positions = list(range(self._upper_bound - 1, first - 1, -1))
         if not self._positions:
             return []
@@ -217,11 +234,11 @@ class LoadPlan:
         self._upper_bound = first
         hashes = [self.hash_at(p) for p in self._positions]
         self._asked = [(g.index, []) for g in self._states]
-        asked = [TierQuery(g.index, hashes) for g in self._states]
+        asked = [TierQuery(g.index, hashes, is_public) for g in self._states]
         for group in self._tokens:
             own = [i for i, p in enumerate(self._positions) if not self._is_cached(p)]
             self._asked.append((group.index, own))
-            asked.append(TierQuery(group.index, [hashes[i] for i in own]))
+            asked.append(TierQuery(group.index, [hashes[i] for i in own], is_public))
         return asked
 
     def _settle_snapshots(self, found: Sequence[Mask]) -> None:
@@ -277,9 +294,11 @@ class LoadPlan:
             ]
             if self._tail_in_tier:
                 lacking.append(blocks)
-            if lacking:
-                needed.append(MissingPages(group, lacking, [self.page_hash(b) for b in lacking]))
-        return needed + [MissingPages(group, [-1], [self.hash_at(self.resume)]) for group in self._states]
+            for is_public, some in self._by_owner(lacking):
+                if some:
+                    needed.append(MissingPages(group, some, [self.page_hash(b) for b in some], is_public))
+        end, is_public = self.hash_at(self.resume), self.resume <= self.match.public
+        return needed + [MissingPages(group, [-1], [end], is_public) for group in self._states]
 
     def page_hash(self, block: int) -> bytes:
         """Return the hash under which a tier stores the page of `block`. The hash covers at most the tokens before

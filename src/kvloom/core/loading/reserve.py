@@ -12,6 +12,7 @@ import numpy as np
 from kvloom.core.pool.page_pool import Ids
 from kvloom.core.prefix.block_hash import TOKEN_BYTES
 from kvloom.core.prefix.in_transfer import Mask, Reservation
+from kvloom.core.prefix.node import Node
 from kvloom.core.prefix.resume_rule import longest_resume
 from kvloom.core.state import CacheState
 
@@ -25,8 +26,8 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     be stale. Returns None if the pool has too few pages for the plan and one more block. The request needs this block
     for its first step."""
     match, tree = plan.match, state.tree
-    account = state.accounts[match.control.tenant]
-    root = tree.root(match.root_hash, account, match.control.tenant, match.control.adapter)
+    owners = state.owners(match.control, match.public)
+    root = tree.root(match.root_hash, owners.at(0), match.control.adapter)
     node = match.path[-1] if match.path else root
     tree.lock(node)  # the loaded tokens are published after this node
     blocks = -(-plan.end // state.block_tokens)
@@ -47,23 +48,27 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
         else:
             to_load[np.ix_(missing.blocks, range(columns.start, columns.stop))] = True
     rows[to_load] = 0
-    account.retain(state.pages.retain(rows))
+    owners.retain(state.pages, rows)
     hashes = [plan.page_hash(b) for b in range(len(rows))]
     state_hash = plan.hash_at(plan.resume)
     reservation = Reservation(
-        match.data, plan.resume, plan.end, hashes, state_hash, root, node, rows, to_load
+        match.data, plan.resume, plan.end, hashes, state_hash, root, owners, node, rows, to_load
     )
     state.in_transfer.add(reservation)
     needs = _needs(state, to_load, states)
     # One more block, with which the request starts. Otherwise the loaded pages could be evicted before
     # their use.
     first_step = state.needs(1, int(state.has_states), 0)
-    if state.allocator.free_pages(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
+    public = to_load[: owners.public_blocks]
+    public_size = state.pages.bytes_of(public.astype(np.int32))
+    if public_size:
+        state.allocator.limit_public(public_size)
+    if state.allocator.free_pages(owners.account, [a + b for a, b in zip(needs, first_step, strict=True)]):
         state.in_transfer.remove(reservation)
-        state.release(account, state.pages, rows)
+        owners.release(state.pages, rows)
         tree.unlock(node, state.clock.now())
         return None
-    account.charge(state.allocator.bytes_of(needs))
+    owners.charge(state.pages.bytes_of(to_load.astype(np.int32)), public_size)
     for cls in state.pages.classes:
         at = state.pages.columns_of(cls)
         wanted = to_load[:, at]
@@ -72,7 +77,9 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
         assert ids is not None
         part[wanted] = ids
         rows[:, at] = part
+    owners.borrow(state.pages, np.where(to_load, rows, 0))
     if states:
+        reservation.state_account.charge(state.states.row_bytes)
         reservation.states = state.states.allocate(1)
     state.in_transfer.pin_in_place(reservation, 1)
     return reservation
@@ -91,19 +98,32 @@ def publish_loaded(
     rows = _with_tree_rows(state, reservation, np.where(to_load & ~loaded, 0, reservation.rows))
     end, resume = _end(state, reservation, rows, loaded, states_loaded)
     if resume:
-        node, _ = tree.publish(
-            reservation.root,
-            reservation.data[: end * TOKEN_BYTES],
-            rows[: -(-end // state.block_tokens)],
-            now,
-            locked=reservation.node,
-            last=True,
-        )
+        node = _publish(state, reservation, rows, end, now)
         tree.invalidate_matches()
         if tree.needs_checkpoints:
             tree.checkpoint(node, end, reservation.states, now)
     _release(state, reservation, now)
     return resume
+
+
+def _publish(state: CacheState, reservation: Reservation, rows: Ids, end: int, now: float) -> Node:
+    """Publish the tokens before `end` and their pages, and return the node where they end. The public prefix and the
+    tokens after it are published one after the other, because their pages have different owners."""
+    block, owners = state.block_tokens, reservation.owners
+    node: Node = reservation.root
+    boundary = owners.public_blocks * block
+    for start, stop in ((0, min(boundary, end)), (boundary, end)):
+        if start < stop:
+            node, _ = state.tree.publish(
+                node,
+                reservation.data[start * TOKEN_BYTES : stop * TOKEN_BYTES],
+                rows[start // block : -(-stop // block)],
+                now,
+                locked=reservation.node,
+                last=True,
+                owner=owners.at(start // block),
+            )
+    return node
 
 
 def cancel(state: CacheState, reservation: Reservation) -> None:
@@ -156,10 +176,10 @@ def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> I
 def _release(state: CacheState, reservation: Reservation, now: float) -> None:
     state.in_transfer.pin_in_place(reservation, -1)
     state.in_transfer.remove(reservation)
-    account, node = reservation.root.account, reservation.node
-    state.release(account, state.pages, reservation.rows)
+    node = reservation.node
+    reservation.owners.release(state.pages, reservation.rows)
     if reservation.states is not None:
-        state.release(account, state.states, reservation.states)
+        state.release(reservation.state_account, state.states, reservation.states)
     for window in range(len(state.tree.windows)):
         last = max(0, node.end - 1) // state.block_tokens
         state.tree.queue_unneeded_range(node, window, 0, last)

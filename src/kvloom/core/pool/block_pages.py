@@ -75,6 +75,15 @@ class BlockPages:
                 needs[c] = rows * len(self._columns[c])
         return needs
 
+    def bytes_of(self, rows: Ids) -> int:
+        """Return the number of bytes of all pages in `rows`. A page that occurs twice counts twice."""
+        return sum(int(np.count_nonzero(ids)) * self._strides[c] for c, ids in self.by_class(rows))
+
+    def numbers(self, rows: Ids) -> list[tuple[list[int], int]]:
+        """Return the pages in `rows` by size class, as (numbers, bytes of one page). The number of a page is unique in
+        the pool."""
+        return [(self.pool.numbers(c, ids[ids > 0]), self._strides[c]) for c, ids in self.by_class(rows)]
+
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
         """Return (size class, page ids) for each size class. The ids of `rows` are flattened and include zeros."""
         if self._single_class is not None:

@@ -6,7 +6,7 @@ the page, the block tables and every page holder at once. The engine copies the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,8 @@ __all__ = ["Compaction"]
 
 
 class Compaction:
-    """Moves pages of one pool. `holders` are objects that retain pages which are in no block table."""
+    """Moves pages of one pool. `holders` are objects that retain pages which are in no block table. `on_move` is called
+    with the old and new numbers of moved pages (`PagePool.numbers`)."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class Compaction:
         copies: PendingCopies,
         holders: Sequence[PageHolder],
         block_tokens: int,
+        on_move: Callable[[dict[int, int]], None],
     ) -> None:
         self._pool = pool
         self._pages, self._states, self._media = pages, states, media
@@ -39,6 +41,7 @@ class Compaction:
         self._copies = copies
         self._holders = (*holders, copies)
         self._block_tokens = block_tokens
+        self._on_move = on_move
         self.is_possible = any(c.per_slab > 1 for c in pool.classes)
         """Whether a slab can have several pages, so that compaction is possible."""
         self.moved_pages = 0
@@ -61,6 +64,8 @@ class Compaction:
         self.moved_pages += old.size
         self._copies.add_move(cls, old, new)
         new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
+        numbers = self._pool.numbers(cls, old), self._pool.numbers(cls, new)
+        self._on_move(dict(zip(*numbers, strict=True)))
         for columns in (self._pages, self._states, self._media):
             owners = columns.owners.get(cls)
             if owners is None:

@@ -320,6 +320,11 @@ class PagePool:
                 if not c.fixed[slab]:
                     del c.fixed[slab]
 
+    def numbers(self, cls: int, pages: Ids) -> list[int]:
+        """Return a number for each page of size class `cls`. Pages of different classes have different numbers."""
+        found: list[int] = (pages.astype(np.int64) * len(self.classes) + cls).tolist()
+        return found
+
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
         """Move all pages out of a slab, so that the slab becomes free. The pages get new ids and keep their counts.
         Calls `renumber(old, new)`, which must update all references and queue the copies."""

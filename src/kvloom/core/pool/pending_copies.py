@@ -72,6 +72,10 @@ class PendingCopies:
         """Return the ids of the source pages, which are in use until `take`."""
         return [(columns, rows) for columns, rows, _ in self._retained]
 
+    def charged(self) -> list[tuple[Account, BlockPages, Ids]]:
+        """Return the source pages with the accounts to which they are charged."""
+        return [(account, columns, rows) for columns, rows, account in self._retained]
+
     def slabs(self) -> set[int]:
         """Return the slabs that pending copies read or write, including free slabs. O(copies)."""
         pages = [

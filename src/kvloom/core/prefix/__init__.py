@@ -12,6 +12,7 @@ publisher       hashes of nodes, and events
 multimodal      images in a prompt; media runs (the pages of one image)
 media_cache     MediaCache: cached media runs
 pins            pins, prefixes of waiting requests, sessions
+owners          BlockOwners: the accounts of public and private blocks
 ghosts          records of recently evicted tokens
 offload_batch   pages passed to the offload listener
 in_transfer     pages that load jobs fill and tiers read
@@ -23,6 +24,7 @@ from .block_hash import (
     BlockHash,
     hash_chain,
     media_hash,
+    public_root_hash,
     root_hash,
     tail_hash,
     token_bytes,
@@ -30,8 +32,8 @@ from .block_hash import (
 )
 from .hash_index import HashIndex
 from .in_transfer import Reservation
-from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
-from .multimodal import Media, activation_mark
+from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss, Prefix
+from .multimodal import Media, activation_mark, private_mark, public_length
 from .offload_batch import OffloadBatch
 from .pins import Pin, QueuedPrefix
 
@@ -47,11 +49,15 @@ __all__ = [
     "Miss",
     "OffloadBatch",
     "Pin",
+    "Prefix",
     "QueuedPrefix",
     "Reservation",
     "activation_mark",
     "hash_chain",
     "media_hash",
+    "private_mark",
+    "public_length",
+    "public_root_hash",
     "root_hash",
     "tail_hash",
     "token_bytes",

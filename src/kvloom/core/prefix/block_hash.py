@@ -2,6 +2,7 @@
 machine.
 
     root = hash(model, tenant, adapter, salt)          block hash = hash(parent's hash, HASH_TOKENS tokens)
+    public root = hash(model, adapter)                 parent of the first block of a public prefix
 
 A hash covers its own tokens and all tokens before them. HASH_TOKENS is fixed, so hashes do not depend on the page
 layout. Media tokens are hashed by the digest of their content. `hash_index` maps hashes to locations.
@@ -25,6 +26,7 @@ __all__ = [
     "BlockHash",
     "hash_chain",
     "media_hash",
+    "public_root_hash",
     "root_hash",
     "tail_hash",
     "token_at",
@@ -93,8 +95,18 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
 def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -> bytes:
     """Return the root hash of one model, tenant, adapter and salt. It is the parent of the first block hash."""
     parts = (model, tenant, adapter, salt) if salt else (model, tenant, adapter)
-    message = b"".join(struct.pack("<Q", len(part)) + part for part in (s.encode() for s in parts))
-    return blake2b(message, digest_size=HASH_BYTES, person=b"kvloom.root").digest()
+    return blake2b(_joined(parts), digest_size=HASH_BYTES, person=b"kvloom.root").digest()
+
+
+def public_root_hash(model: str, adapter: str = "") -> bytes:
+    """Return the root hash of public prefixes of one model and adapter. All tenants share it. It differs from every
+    result of `root_hash`."""
+    return blake2b(_joined((model, adapter)), digest_size=HASH_BYTES, person=b"kvloom.public").digest()
+
+
+def _joined(parts: Sequence[str]) -> bytes:
+    """Return texts as one message, each after its length."""
+    return b"".join(struct.pack("<Q", len(part)) + part for part in (s.encode() for s in parts))
 
 
 def media_hash(root: bytes, digest: bytes) -> bytes:

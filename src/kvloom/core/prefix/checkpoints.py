@@ -153,7 +153,7 @@ class Checkpoints:
             )
         insort(node.checkpoints, checkpoint, key=_position)
         self._mark(checkpoint, 1)
-        queue = node.root.account.queue
+        queue = node.account.queue
         queue.policy.on_insert(checkpoint, now)
         queue.push(checkpoint, now)
         if states is not None and self.events.listening:
@@ -182,7 +182,7 @@ class Checkpoints:
         self.version += 1
         checkpoint.node.checkpoints.remove(checkpoint)
         self._mark(checkpoint, -1)
-        account = checkpoint.node.root.account
+        account = checkpoint.node.account
         account.queue.remove(checkpoint)
         if checkpoint.states is not None:
             account.free(self.states.drop_cached(checkpoint.states))
@@ -203,7 +203,7 @@ class Checkpoints:
         """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded."""
         if not node.unneeded_windows >> window & 1:
             node.unneeded_windows |= 1 << window
-            node.root.account.queue.unneeded.append((node, window))
+            node.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
         """Call `queue_unneeded` for `node` and each of its ancestors that contains one of the blocks `first` to
@@ -240,7 +240,7 @@ class Checkpoints:
             self.publisher.window_pages_dropped(node, rows, self.window_groups[window], reason)
         self.version += 1
         pages[at, columns] = 0
-        node.root.account.free(self.pages.drop_cached(gone))
+        node.account.free(self.pages.drop_cached(gone))
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:

@@ -19,6 +19,7 @@ from kvloom.core.pool.page_pool import Ids
 
 from .node import Node, Root
 from .offload_batch import OffloadBatch
+from .owners import BlockOwners
 
 __all__ = ["Mask", "PagesInTransfer", "Reservation"]
 
@@ -30,7 +31,7 @@ class Reservation:
 
     Row b of `rows` contains the page ids of block b, and `hashes[b]` is its hash. `to_load` marks the pages that the
     load job must fill. `states` contains the page ids of the state snapshot, or is None. `state_hash` is the hash of
-    the snapshot. The pages end at token `end`. They are published after `node`, which is locked until then.
+    the snapshot, and `state_account` its account. The pages end at token `end`. They are published after `node`, which is locked until then.
     """
 
     __slots__ = (
@@ -38,9 +39,11 @@ class Reservation:
         "end",
         "hashes",
         "node",
+        "owners",
         "resume",
         "root",
         "rows",
+        "state_account",
         "state_hash",
         "states",
         "to_load",
@@ -54,15 +57,17 @@ class Reservation:
         hashes: list[bytes],
         state_hash: bytes,
         root: Root,
+        owners: BlockOwners,
         node: Node,
         rows: Ids,
         to_load: Mask,
     ) -> None:
         self.data, self.resume, self.end = data, resume, end
         self.hashes, self.state_hash = hashes, state_hash
-        self.root, self.node = root, node
+        self.root, self.owners, self.node = root, owners, node
         self.rows, self.to_load = rows, to_load
         self.states: Ids | None = None
+        self.state_account = owners.at(len(rows) - 1).account
 
     def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
         """Return the pages of a group that the load job must fill, as (hashes, page ids). There is one such pair
@@ -96,6 +101,14 @@ class PagesInTransfer:
                 yield self._states, reservation.states
         for batch in self._batches.values():
             yield self._columns(batch), batch.rows
+
+    def reservations(self) -> list[Reservation]:
+        """Return the active reservations."""
+        return list(self._reservations.values())
+
+    def batches(self) -> list[OffloadBatch]:
+        """Return the offload batches whose pages are retained."""
+        return list(self._batches.values())
 
     def slabs_in_place(self) -> list[Counter[int]]:
         """Return, for each size class, how many pages of each slab are pinned in place. Counts them again for the

@@ -3,7 +3,7 @@ the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from .node import Checkpoint, Node
 from .radix_tree import RadixTree
 from .resume_rule import longest_resume
 
-__all__ = ["MISS_REASONS", "NOT_CACHED", "Lookup", "Match", "Miss"]
+__all__ = ["MISS_REASONS", "NOT_CACHED", "Lookup", "Match", "Miss", "Prefix"]
 
 MISS_REASONS = {
     "complete": "everything but the last token is cached; the last token is computed to get logits",
@@ -53,6 +53,17 @@ class Miss(NamedTuple):
         return f"stopped at token {self.position}: {self.reason}{detail} ({MISS_REASONS[self.reason]})"
 
 
+class Prefix(NamedTuple):
+    """How the blocks of a prompt are hashed. `root` is the parent of the first block hash. Images are cached under
+    `media_root`, the root hash of the tenant. The first `public` tokens are a public prefix. `media` contains the
+    images and the marks of the prompt."""
+
+    root: bytes
+    media_root: bytes
+    public: int
+    media: tuple[Media, ...]
+
+
 @dataclass(slots=True)
 class Match:
     """The result of a lookup. It becomes stale when the tree changes, and `open` then repeats the lookup.
@@ -63,9 +74,12 @@ class Match:
     | [0, matched) | are in the tree, but some pages may be missing    |
     | [0, limit)   | were looked up                                    |
     | [0, length)  | the prompt                                        |
+    | [0, public)  | a public prefix                                   |
     """
 
     root_hash: bytes
+    media_root: bytes
+    public: int
     data: bytes
     length: int
     limit: int
@@ -88,19 +102,18 @@ class Lookup:
         self._media = media
         self._ghosts = ghosts
 
-    def find(
-        self, root_hash: bytes, data: bytes, control: CacheControl, media: Sequence[Media], limit: int
-    ) -> Match:
-        """Look up the prompt `data` (token ids as bytes) under a root hash, and return the match. The match is at
-        most `limit` tokens long."""
+    def find(self, prefix: Prefix, data: bytes, control: CacheControl, limit: int) -> Match:
+        """Look up the prompt `data` (token ids as bytes) under the root hash of `prefix`, and return the match. The
+        match is at most `limit` tokens long."""
         tree = self._tree
+        root_hash, media_root, public, media = prefix
         root = tree.roots.get(root_hash) if control.read else None
         path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
         rows = tree.rows(path, matched)
         resume, reason = matched, ""
         if media and self._media.pages.width:
             for item in media:
-                run = self._media.get(root_hash + item.digest)
+                run = self._media.get(media_root + item.digest)
                 if run is not None and item.tokens not in (0, run.tokens):
                     raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
                 if item.tokens and item.start < resume and run is None and self._media.outlives_prompt:
@@ -119,11 +132,13 @@ class Lookup:
         length = len(data) // TOKEN_BYTES
         return Match(
             root_hash,
+            media_root,
+            public,
             data,
             length,
             limit,
             control,
-            tuple(media),
+            media,
             path,
             matched,
             resume,
@@ -137,7 +152,8 @@ class Lookup:
         """Return `match` if the tree has not changed since the lookup, else the result of a new lookup."""
         if match.version == self._tree.version:
             return match
-        return self.find(match.root_hash, match.data, match.control, match.media, match.limit)
+        prefix = Prefix(match.root_hash, match.media_root, match.public, match.media)
+        return self.find(prefix, match.data, match.control, match.limit)
 
     def rows(self, match: Match) -> Ids:
         """Return the page ids of all matched tokens, one row per block."""
@@ -243,7 +259,7 @@ class Lookup:
     def cached_media_limit(self, match: Match) -> int:
         """Return the number of tokens before the first image whose media run (its pages) is needed but not cached.
         The result is at most `match.limit`."""
-        return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
+        return self.media_limit(match, lambda item: match.media_root + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
         """Return the length at which the prompt could resume with the pages in `index` alone."""
@@ -251,5 +267,5 @@ class Lookup:
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)
 
-        limit = self.media_limit(match, lambda item: media_hash(match.root_hash, item.digest) in index)
+        limit = self.media_limit(match, lambda item: media_hash(match.media_root, item.digest) in index)
         return index.match(self.block_hashes(match), limit, root=match.root_hash, tail=tail)

@@ -3,7 +3,8 @@
 Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest itself.
 Layers on the media axis have one media run per image: the pages of that image. Cross attention reads the run while the
 sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts. The
-first token to which an activated LoRA applies also gets a negative id (`activation_mark`).
+first token to which an activated LoRA applies also gets a negative id (`activation_mark`), and so does the first token
+after a public prefix (`private_mark`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvloom.core.eviction.tenants import Account
 from kvloom.core.pool.block_pages import replace_page
 from kvloom.core.pool.page_pool import Ids, Index
 
-__all__ = ["Media", "MediaIds", "MediaRun", "activation_mark"]
+__all__ = ["Media", "MediaIds", "MediaRun", "activation_mark", "private_mark", "public_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,27 @@ def activation_mark(tokens: npt.NDArray[np.integer], invocation: Sequence[int], 
     content = f"{adapter} {wanted[0]}".encode()
     start = int(found[-1])
     return Media(start, start + 1, blake2b(content, digest_size=16, person=b"kvloom.alora").digest())
+
+
+def public_length(tokens: int, length: int, block_tokens: int, media: Sequence[Media] = ()) -> int:
+    """Return how many tokens of a prompt of `length` tokens are public, if the request marked the first `tokens`
+    tokens. The result is a multiple of `block_tokens`, leaves the last token of the prompt private, and is not inside
+    an image. The token after the result is not the start of an activated LoRA."""
+    end = min(tokens, length - 1) // block_tokens * block_tokens
+    for item in sorted(media, key=lambda m: m.start, reverse=True):
+        if item.start <= end < item.stop:
+            end = (item.start - 1) // block_tokens * block_tokens
+    return max(0, end)
+
+
+def private_mark(start: int, token: int, root: bytes) -> Media:
+    """Return a mark of the first private token of a prompt, which follows the public prefix at `start`. `token` is the
+    id of this token, and `root` the root hash of the tenant.
+
+    Block hashes contain the mark instead of the token. Blocks before the mark have public hashes, and later blocks
+    depend on the tenant."""
+    content = root + str(token).encode()
+    return Media(start, start + 1, blake2b(content, digest_size=16, person=b"kvloom.private").digest())
 
 
 class MediaRun(Entry):

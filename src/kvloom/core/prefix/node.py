@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core.eviction.policies import Entry, ReuseHistory
-from kvloom.core.eviction.tenants import Account
+from kvloom.core.eviction.tenants import Account, Owner
 from kvloom.core.pool.block_pages import replace_page
 from kvloom.core.pool.page_pool import Ids, Index
 
@@ -43,6 +43,7 @@ class Node(Entry):
         "hashes",
         "locks",
         "offload",
+        "owner",
         "pages",
         "parent",
         "root",
@@ -54,6 +55,8 @@ class Node(Entry):
 
     parent: Node | None
     root: Root
+    owner: Owner
+    """The account to which the node's pages are charged. Below a public prefix, it differs from the root's owner."""
 
     def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
         Entry.__init__(self, serial, now)
@@ -74,6 +77,10 @@ class Node(Entry):
         self.locks = 0  # number of sequences, pins and loads that end here
         self.unneeded_windows = 0  # bit mask of the windows queued for `drop_unneeded`
         self.offload: OffloadMarks | None = None
+
+    @property
+    def account(self) -> Account:
+        return self.owner.account
 
     @property
     def tokens(self) -> int:
@@ -99,17 +106,15 @@ class Node(Entry):
 
 
 class Root(Node):
-    """The parent of all first nodes under one root hash (model, tenant, adapter and salt)."""
+    """The parent of all first nodes under one root hash (model, tenant, adapter and salt). Public prefixes have one
+    root for all tenants."""
 
-    __slots__ = ("account", "adapter", "hash", "tenant")
+    __slots__ = ("adapter", "hash")
 
-    def __init__(
-        self, serial: int, root_hash: bytes, account: Account, width: int, tenant: str, adapter: str
-    ) -> None:
+    def __init__(self, serial: int, root_hash: bytes, owner: Owner, width: int, adapter: str) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
         self.hash = root_hash
-        self.account = account  # the account of the tenant, or the default account
-        self.tenant, self.adapter = tenant, adapter
+        self.owner, self.adapter = owner, adapter
         self.parent = None
         self.root = self
 

@@ -205,8 +205,9 @@ class OffloadSource:
         self, numbering: str, hashes: list[bytes], rows: Ids, node: Node, evicted: bool, age: int
     ) -> None:
         pages, root = self._current_pages(numbering, rows), node.root
+        tenant = node.owner.tenant
         self._listener(
-            OffloadBatch(numbering, hashes, rows, pages, root.tenant, evicted, node.hits > 0, root.hash, age)
+            OffloadBatch(numbering, hashes, rows, pages, tenant, evicted, node.hits > 0, root.hash, age)
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:

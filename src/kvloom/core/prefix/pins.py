@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import count
 
 from kvloom.core.clock import Clock
-from kvloom.core.eviction.tenants import Accounts
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids
 
@@ -17,6 +16,7 @@ from .lookup import Match
 from .media_cache import MediaCache
 from .multimodal import MediaRun
 from .node import Checkpoint, Node
+from .owners import BlockOwners
 from .radix_tree import RadixTree
 
 __all__ = ["Pin", "Pins", "QueuedPrefix"]
@@ -26,24 +26,33 @@ class Pin:
     """The first `length` tokens of a prompt. Their pages are not evicted before the time `expires`."""
 
     __slots__ = (
-        "account",
         "checkpoint",
         "expires",
         "length",
         "media_runs",
         "node",
         "number",
+        "owners",
         "rows",
+        "state_account",
         "states",
     )
 
     def __init__(
-        self, node: Node, length: int, rows: Ids, checkpoint: Checkpoint | None, expires: float, number: int
+        self,
+        node: Node,
+        owners: BlockOwners,
+        length: int,
+        rows: Ids,
+        checkpoint: Checkpoint | None,
+        expires: float,
+        number: int,
     ) -> None:
         self.node: Node | None = node
         self.checkpoint = checkpoint
         self.media_runs: list[MediaRun] = []
-        self.account = node.root.account
+        self.owners = owners
+        self.state_account = node.account if checkpoint is None else checkpoint.node.account
         self.length = length
         self.rows = rows
         self.states = (
@@ -75,8 +84,8 @@ class Pins:
 
     SESSIONS = 1 << 16
 
-    def __init__(self, tree: RadixTree, media: MediaCache, accounts: Accounts, clock: Clock) -> None:
-        self._tree, self._media, self._accounts, self._clock = tree, media, accounts, clock
+    def __init__(self, tree: RadixTree, media: MediaCache, clock: Clock) -> None:
+        self._tree, self._media, self._clock = tree, media, clock
         self._pins: dict[int, Pin] = {}
         self._expiring: list[tuple[float, int]] = []
         self._numbers = count()
@@ -95,26 +104,25 @@ class Pins:
             for run in pin.media_runs:
                 yield self._media.pages, run.rows
 
-    def pin(self, match: Match, ttl: float) -> Pin:
-        """Retain the pages of a match for `ttl` seconds."""
+    def pin(self, match: Match, owners: BlockOwners, ttl: float) -> Pin:
+        """Retain the pages of a match for `ttl` seconds. `owners` are the owners of its blocks."""
         tree, now = self._tree, self._clock.now()
-        tenant, adapter = match.control.tenant, match.control.adapter
-        node: Node = tree.root(match.root_hash, self._accounts[tenant], tenant, adapter)
+        node: Node = tree.root(match.root_hash, owners.at(0), match.control.adapter)
         for passed in match.path:
             if passed.start >= match.resume:
                 break
             node = passed if passed.end <= match.resume else tree.split(passed, match.resume)
         rows = tree.visible_rows(match.rows, match.resume)
-        pin = Pin(node, match.resume, rows, match.checkpoint, now + ttl, next(self._numbers))
+        pin = Pin(node, owners, match.resume, rows, match.checkpoint, now + ttl, next(self._numbers))
         tree.lock(node)
-        pin.account.retain(tree.pages.retain(pin.rows))
+        owners.retain(tree.pages, pin.rows)
         if pin.states is not None:
-            pin.account.retain(tree.states.retain(pin.states))
+            pin.state_account.retain(tree.states.retain(pin.states))
         if pin.checkpoint is not None:
             pin.checkpoint.locks += 1
         for item in match.media:
             if self._media.outlives_prompt and self._media.needs_run(item, match.resume, match.resume):
-                run = self._media[match.root_hash + item.digest]
+                run = self._media[match.media_root + item.digest]
                 self._media.retain(run, now)
                 pin.media_runs.append(run)
         self._pins[pin.number] = pin
@@ -131,12 +139,12 @@ class Pins:
         if len(self._expiring) > 64 + 2 * len(self._pins):
             self._expiring = [item for item in self._expiring if item[1] in self._pins]
             heapq.heapify(self._expiring)
-        pin.account.release(*tree.pages.release(pin.rows))
+        pin.owners.release(tree.pages, pin.rows)
         if pin.states is not None:
-            pin.account.release(*tree.states.release(pin.states))
+            pin.state_account.release(*tree.states.release(pin.states))
         if pin.checkpoint is not None:
             pin.checkpoint.locks -= 1
-            pin.account.queue.push(pin.checkpoint, now)
+            pin.state_account.queue.push(pin.checkpoint, now)
         for run in pin.media_runs:
             self._media.release(run, now)
         for window in range(len(tree.windows)):
@@ -177,7 +185,7 @@ class Pins:
             entry.wanted_by = tuple(turn for turn in entry.wanted_by if turn != queued.turn)
             if entry.queued is not None:
                 node = entry.node if isinstance(entry, Checkpoint) else entry
-                node.root.account.queue.push(entry, now)
+                node.account.queue.push(entry, now)
         queued.entries = []
 
     # -- sessions -------------------------------------------------------------------------------
@@ -196,11 +204,13 @@ class Pins:
         these blocks."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
-        tokens = 0
+        tokens, owner = 0, None if node is None else node.owner
         while node is not None and node.parent is not None and len(node.children) <= 1 and not node.locks:
+            if node.owner != owner:  # other tenants may use a public prefix
+                break
             node.ended = True
             tokens += node.tokens
-            queue = node.root.account.queue
+            queue = node.account.queue
             for entry in node.checkpoints:
                 entry.ended = True
                 queue.push(entry, now)

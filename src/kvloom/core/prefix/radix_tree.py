@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvloom.core.eviction.tenants import Account
+from kvloom.core.eviction.tenants import Owner
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids
@@ -47,11 +47,11 @@ class RadixTree(Checkpoints):
 
     # -- finding --------------------------------------------------------------------------------
 
-    def root(self, root_hash: bytes, account: Account, tenant: str = "", adapter: str = "") -> Root:
+    def root(self, root_hash: bytes, owner: Owner, adapter: str = "") -> Root:
         """Return the root with the hash `root_hash`. Creates the root if there is none."""
         root = self.roots.get(root_hash)
         if root is None:
-            root = Root(next(self._serials), root_hash, account, self.pages.width, tenant, adapter)
+            root = Root(next(self._serials), root_hash, owner, self.pages.width, adapter)
             self.roots[root_hash] = root
         return root
 
@@ -123,6 +123,7 @@ class RadixTree(Checkpoints):
         locked: Node | None = None,
         last: bool = False,
         lock: bool = False,
+        owner: Owner | None = None,
     ) -> tuple[Node, bool]:
         """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary. Returns the
         node that ends where `data` ends, and whether the tree already had any of the tokens.
@@ -132,10 +133,10 @@ class RadixTree(Checkpoints):
 
         `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
         unlock the node `locked` next. That node may then grow by a partial block. `lock` moves the caller's lock to
-        the returned node.
+        the returned node. `owner` is the owner of all pages in `rows`, by default the owner of `cursor`.
         """
         node, start = cursor, cursor.end
-        locked = locked or cursor
+        locked, owner = locked or cursor, owner or cursor.owner
         at, stop = start, start + len(data) // TOKEN_BYTES
         while at < stop and node.children:
             child = node.children.get(token_at(data, (at - start) * TOKEN_BYTES)[0])
@@ -154,11 +155,11 @@ class RadixTree(Checkpoints):
                 rest = data[(at - start) * TOKEN_BYTES :]
                 fresh = rows[at // self.block - start // self.block :]
             stays = node is locked and stop % self.block and not last
-            if not stays and self._may_grow(node, locked, retention) and not self._loses(node, fresh):
+            if not stays and self._may_grow(node, locked, retention, owner) and not self._loses(node, fresh):
                 self._grow(node, rest, fresh, now)
             else:
                 is_new = True
-                node = self._add_child(node, rest, fresh, now, retention, lock)
+                node = self._add_child(node, rest, fresh, now, retention, lock, owner)
             if self.events.listening:
                 self.publisher.stored(node, at)
         if lock and node is not locked:
@@ -194,15 +195,16 @@ class RadixTree(Checkpoints):
         else:
             theirs[:] = ours
 
-    def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
+    def _may_grow(self, node: Node, locked: Node, retention: Retention, owner: Owner) -> bool:
         """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only if
-        no other request uses the node or has hit it, and if the node has the given retention."""
+        no other request uses the node or has hit it, and if the node has the given retention and owner."""
         return (
             node.parent is not None
             and not node.children
             and node.locks == (1 if node is locked else 0)
             and node.hits == 0
             and (node.priority, node.expires) == retention
+            and node.owner == owner
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
@@ -213,9 +215,9 @@ class RadixTree(Checkpoints):
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
 
-    def may_append(self, cursor: Node) -> bool:
-        """Return whether `append_blocks` may add a block to `cursor`, because only one sequence uses it."""
-        return self._may_grow(cursor, cursor, (0, None))
+    def may_append(self, cursor: Node, owner: Owner) -> bool:
+        """Return whether `append_blocks` may add a block of `owner` to `cursor`, because only one sequence uses it."""
+        return self._may_grow(cursor, cursor, (0, None), owner)
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
         """Add one block to every node of `nodes`. `may_append` must be true for each node. `data` contains the tokens
@@ -265,7 +267,7 @@ class RadixTree(Checkpoints):
             self.version += 1
             self.replaced += 1
             old = node.pages[have : have + 1].copy()
-            node.root.account.free(self.pages.drop_cached(old))
+            node.account.free(self.pages.drop_cached(old))
             node.pages[have] = 0
             self.pages.own(rows[:1], node)
             self._reassign_owner(node, old)
@@ -278,14 +280,21 @@ class RadixTree(Checkpoints):
         self.tokens += len(data) // TOKEN_BYTES
         node.last_used = now
         if node.queued is not None:
-            node.root.account.queue.push(node, now)
+            node.account.queue.push(node, now)
 
     def _add_child(
-        self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention, lock: bool
+        self,
+        parent: Node,
+        data: bytes,
+        rows: Ids,
+        now: float,
+        retention: Retention,
+        lock: bool,
+        owner: Owner,
     ) -> Node:
         pages = rows if rows.base is None else rows.copy()
         node = Node(next(self._serials), now, parent.end, bytearray(data), pages)
-        node.parent, node.root = parent, parent.root
+        node.parent, node.root, node.owner = parent, parent.root, owner
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
         self._note_growth(node, node.start)
@@ -295,9 +304,9 @@ class RadixTree(Checkpoints):
         parent.children[token_at(data)[0]] = node
         self.nodes += 1
         self.tokens += len(data) // TOKEN_BYTES
-        queue = node.root.account.queue
+        queue = node.account.queue
         if parent.queued is not None:
-            queue.remove(parent)
+            parent.account.queue.remove(parent)
         queue.policy.on_insert(node, now)
         if lock:
             node.locks = 1  # the new node is locked from the start, so it is not queued for eviction
@@ -318,6 +327,7 @@ class RadixTree(Checkpoints):
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
+        upper.owner = node.owner
         for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
             setattr(upper, name, getattr(node, name))
         if self.offload_source is not None:
@@ -368,7 +378,7 @@ class RadixTree(Checkpoints):
         self.tokens -= node.end - max(end, start)
         keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
-        node.root.account.free(self.pages.drop_cached(gone))
+        node.account.free(self.pages.drop_cached(gone))
         node.count = keep
         if self.pages.owners:
             self._reassign_owner(node, gone[:1])
@@ -384,7 +394,7 @@ class RadixTree(Checkpoints):
         parent = node.parent
         assert parent is not None
         del parent.children[token_at(node.text)[0]]
-        node.root.account.queue.remove(node)
+        node.account.queue.remove(node)
         node.end = node.start
         node.parent = None
         # Sessions and ghosts may still refer to the node, but do not need its contents.
@@ -402,7 +412,7 @@ class RadixTree(Checkpoints):
             # Pass the page to the listener again, because write policies for reused pages need it now.
             node.offload.offloaded_tokens = 0
         node.ended = False
-        node.root.account.queue.policy.on_hit(node, now)
+        node.account.queue.policy.on_hit(node, now)
         node.last_used = now
 
     def lock(self, node: Node) -> None:
@@ -411,7 +421,7 @@ class RadixTree(Checkpoints):
             self.locked.add(node)
         node.locks += 1
         if node.queued is not None:
-            node.root.account.queue.remove(node)
+            node.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
         """Drop one lock. A leaf without locks is queued for eviction. A root without nodes is removed."""
@@ -431,4 +441,4 @@ class RadixTree(Checkpoints):
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end
-            node.root.account.queue.push(node, now)
+            node.account.queue.push(node, now)

@@ -58,17 +58,17 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
     node = node_at(state, seq, position, now)
     if node is None or tree.checkpoint_at(node, position) is not None:
         return False
-    account = seq.root.account
     tree.lock(node)
-    taken = None
-    if not state.take(account, state.states.needs(1)):
+    taken, account = None, seq.owners.account
+    if not state.allocator.free_pages(account, state.states.needs(1)):
+        node.account.charge(state.states.row_bytes)
         copy = state.states.allocate(1)
         live = table.states[:, seq.row][None].copy()
         taken = tree.checkpoint(node, position, copy.copy(), now)
         if taken is not None:
             account.retain(state.states.retain(live))
             state.copy_rows(account, state.states, live, copy)
-        state.release(account, state.states, copy)
+        state.release(node.account, state.states, copy)
     tree.unlock(node, now)
     return taken is not None
 
@@ -105,14 +105,16 @@ def publish(
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
     rows = table.T.copy()
-    retention = _retention(seq, first, block) if seq.control.retain else (0, None)
-    node, had_some = state.tree.publish(node, data, rows, now, retention, seq.node, closing, lock)
+    owner = seq.owners.at(first // block)
+    # Priorities of one tenant have no effect on public blocks, which other tenants share.
+    is_own = seq.control.retain and owner is seq.owners.private
+    retention = _retention(seq, first, block) if is_own else (0, None)
+    node, had_some = state.tree.publish(node, data, rows, now, retention, seq.node, closing, lock, owner)
     if had_some and last % block == 0:
         differs = rows != table.T
         if differs.any():
-            account = seq.root.account
-            account.retain(state.pages.retain(np.where(differs, rows, 0)))
-            state.release(account, state.pages, np.where(differs, table.T, 0))
+            seq.owners.retain(state.pages, np.where(differs, rows, 0), first // block)
+            seq.owners.release(state.pages, np.where(differs, table.T, 0), first // block)
             table[:] = rows.T
             state.block_tables.mark_changed(seq.row, first // block)
     return node

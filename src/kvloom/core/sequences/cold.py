@@ -48,8 +48,8 @@ def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
             f"{len(run.pages)} blocks cannot become cold: only {len(rows)} are full and computed"
         )
     _leave_tree(state, seq)
-    state.release(seq.root.account, state.pages, rows)
     first = seq.cold_blocks
+    seq.owners.release(state.pages, rows, first)
     state.block_tables.tables[state.full_columns, seq.row, first : first + len(rows)] = 0
     seq.cold_runs.append(run)
     seq.cold_blocks += len(rows)
@@ -74,8 +74,10 @@ def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tai
     needs = state.needs(0, int(state.has_states), 0)
     for cls, wanted in state.pages.by_class(rows):
         needs[cls] += int(wanted.sum())
-    if state.take(seq.root.account, needs):
+    public = state.pages.bytes_of(rows[: seq.owners.public_blocks])
+    if state.allocator.free_pages(seq.owners.account, needs):
         return False
+    seq.owners.charge(state.allocator.bytes_of(needs), public)
     for cls in state.pages.classes:
         at = state.pages.columns_of(cls)
         part = rows[:, at]
@@ -83,6 +85,7 @@ def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tai
         assert ids is not None
         part[part > 0] = ids
         rows[:, at] = part
+    seq.owners.borrow(state.pages, rows)
     if state.has_states:
         table.states[:, row] = state.states.allocate(1)[0]
     _leave_tree(state, seq)

@@ -100,7 +100,7 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
     rest: list[Sequence] = []
     for row in rows.tolist():
         seq = sequence_at(state, row)
-        own = seq.control.store and not seq.control.retain and tree.may_append(seq.node)
+        own = seq.control.store and not seq.control.retain and tree.may_append(seq.node, seq.owners.private)
         (plain if own else rest).append(seq)
     if plain:
         at = np.array([seq.row for seq in plain])
@@ -123,8 +123,8 @@ def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
         return
     now = state.clock.now()
     node, end = seq.node, start + tokens
-    if seq.control.retain:
-        for first, last in pairwise([start, *_retention_cuts(state, seq, start, end)]):
+    if seq.control.retain or start < seq.owners.public_blocks * state.block_tokens:
+        for first, last in pairwise([start, *_cuts(state, seq, start, end)]):
             part = data[(first - seq.published) * TOKEN_BYTES : (last - seq.published) * TOKEN_BYTES]
             node = publish(state, seq, node, part, first, last, now)
             start = last
@@ -133,12 +133,13 @@ def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
     seq.published = end
 
 
-def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> list[int]:
+def _cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> list[int]:
     """Return the block boundaries inside (start, stop) at which the priority or TTL of the request's retain ranges
-    changes."""
+    changes, and the end of its public prefix."""
     block = state.block_tokens
     edges = {r.start // block * block for r in seq.control.retain}
     edges |= {-(-r.stop // block) * block for r in seq.control.retain if r.stop is not None}
+    edges.add(seq.owners.public_blocks * block)
     return sorted(e for e in edges if start < e < stop)
 
 
@@ -149,7 +150,7 @@ def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
         return False
     return not seq.media or all(
         not state.media_cache.needs_run(item, seq.length, stop)
-        or seq.root.hash + item.digest in seq.media_runs
+        or seq.media_root + item.digest in seq.media_runs
         for item in seq.media
     )
 
@@ -165,9 +166,9 @@ def _with_media_ids(state: CacheState, seq: Sequence, data: bytes, start: int) -
 
 def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
     """Cache the media runs of images whose placeholders are computed. Release runs that later tokens do not read."""
-    account, now, cache = seq.root.account, state.clock.now(), state.media_cache
+    account, now, cache = seq.owners.account, state.clock.now(), state.media_cache
     for item in seq.media:
-        key = seq.root.hash + item.digest
+        key = seq.media_root + item.digest
         run = seq.media_runs.get(key)
         if item.stop > length or run is None:
             continue
@@ -201,7 +202,7 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
         gone = np.zeros((new - old, state.pages.width), np.int32)
         part = table.tables[columns, row, old:new]
         gone[:, columns] = part.T
-        state.release(seq.root.account, state.pages, gone)
+        seq.owners.release(state.pages, gone, old)
         part[:] = 0
         table.first[window, row] = new
         tree.queue_unneeded_range(seq.node, window, old, new - 1)
@@ -224,7 +225,7 @@ def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
         return
     gone = np.zeros((rows.size, state.pages.width), np.int32)
     gone[:, columns] = pages.T
-    state.release(sequence_at(state, int(rows[0])).root.account, state.pages, gone)
+    state.release(sequence_at(state, int(rows[0])).owners.account, state.pages, gone)
     table.tables[columns, rows, old] = 0
     table.first[window, rows] = old + 1
     for row, block in zip(rows.tolist(), old.tolist(), strict=True):

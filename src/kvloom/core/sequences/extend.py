@@ -27,7 +27,6 @@ def extend(state: CacheState, seq: Sequence, n: int) -> int:
     length = state.block_tables.length.item(seq.row)
     if length + n > state.max_tokens:
         raise ValueError(f"{length} + {n} tokens exceed max_tokens {state.max_tokens}")
-    account = seq.root.account
     new_runs: list[Media] = []
     retained: list[MediaRun] = []
     media = 0
@@ -36,7 +35,8 @@ def extend(state: CacheState, seq: Sequence, n: int) -> int:
         new_runs = _new_runs(state, seq, length + n)
         media = sum(-(-m.tokens // state.block_tokens) for m in new_runs)
     blocks, copy_tail, states = _wants(state, seq, length, n)
-    missing = state.take(account, state.needs(blocks + copy_tail, states, media))
+    public = _public_rows(state, seq, length, blocks, copy_tail)
+    missing = state.take(seq.owners, state.needs(blocks + copy_tail, states, media), public)
     if missing:
         for run in retained:
             del seq.media_runs[run.key]
@@ -50,7 +50,7 @@ def extend(state: CacheState, seq: Sequence, n: int) -> int:
         give_states(state, seq)
     for item in new_runs:
         rows = state.media.allocate(-(-item.tokens // state.block_tokens))
-        seq.media_runs[seq.root.hash + item.digest] = rows
+        seq.media_runs[seq.media_root + item.digest] = rows
     if copy_tail or states or seq.media:
         mark_special(state, seq)
     return 0
@@ -60,7 +60,7 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
     """Return whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted."""
     ensure_open(state, seq)
     needs = _needs(state, seq, n)
-    return seq.root.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
+    return seq.owners.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
 
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
@@ -86,8 +86,8 @@ def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
     grow = rows[new > 0]
     if not grow.size:
         return 0
-    account = sequence_at(state, int(grow[0])).root.account
-    missing = state.take(account, state.pages.needs(grow.size))
+    owners = sequence_at(state, int(grow[0])).owners
+    missing = state.take(owners, state.pages.needs(grow.size))
     if missing:
         return missing
     if state.pages.owners:
@@ -107,7 +107,7 @@ def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
     for seq, n in zip(sequences, counts, strict=True):
-        account = seq.root.account
+        account = seq.owners.account
         _, sums = total.setdefault(id(account), (account, [0] * len(state.pool.classes)))
         for cls, pages in enumerate(_needs(state, seq, n)):
             sums[cls] += pages
@@ -135,7 +135,7 @@ def give_states(state: CacheState, seq: Sequence) -> None:
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
-        state.copy_rows(seq.root.account, state.states, seq.state_source, live)
+        state.copy_rows(seq.source_account, state.states, seq.state_source, live)
         seq.state_source = None
 
 
@@ -156,6 +156,15 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
     return blocks if blocks > 0 else 0, copy_tail, states
 
 
+def _public_rows(state: CacheState, seq: Sequence, length: int, blocks: int, copy_tail: int) -> int:
+    """Return how many of the blocks that `_wants` counts are public: new blocks, and the copy of a partial block."""
+    owners = seq.owners
+    if not owners.public_blocks:
+        return 0
+    have = state.block_tables.blocks.item(seq.row)
+    return owners.public_rows(have, blocks) + owners.public_rows(length // state.block_tokens, copy_tail)
+
+
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
     """Allocate `blocks` more blocks. Their pages must already be charged to the account."""
     row, table = seq.row, state.block_tables
@@ -163,6 +172,8 @@ def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
     pages = state.pages.allocate(blocks, near)
     table.tables[:, row, have : have + blocks] = pages.T
+    if have < seq.owners.public_blocks:
+        seq.owners.borrow(state.pages, pages, have)
     table.blocks[row] = have + blocks
     table.mark_changed(row, have)
 
@@ -172,8 +183,10 @@ def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
     row, table = seq.row, state.block_tables
     source = table.tables[:, row, block][None].copy()
     target = state.pages.allocate(1, source[0] if state.pages.owners else None)
-    state.copy_rows(seq.root.account, state.pages, source, target)
+    state.copy_rows(seq.owners.give_up(state.pages, source, block), state.pages, source, target)
     table.tables[:, row, block] = target[0]
+    if block < seq.owners.public_blocks:
+        seq.owners.borrow(state.pages, target, block)
     table.mark_changed(row, block)
     seq.shared_tail = False
 
@@ -185,7 +198,7 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
         return retained
     now = state.clock.now()
     for item in seq.media:
-        key = seq.root.hash + item.digest
+        key = seq.media_root + item.digest
         run = state.media_cache.get(key)
         needed = run is not None and state.media_cache.needs_run(item, seq.length, stop)
         if run is not None and needed and key not in seq.media_runs:
@@ -199,7 +212,7 @@ def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
     the cache has them. If the request does not read the cache, cached media runs are ignored."""
     new: dict[bytes, Media] = {}
     for item in seq.media:
-        key = seq.root.hash + item.digest
+        key = seq.media_root + item.digest
         known = key in seq.media_runs or (seq.control.read and key in state.media_cache)
         if state.media_cache.needs_run(item, seq.length, stop) and not known:
             new.setdefault(item.digest, item)

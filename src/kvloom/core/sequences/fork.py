@@ -15,14 +15,15 @@ __all__ = ["fork"]
 def fork(state: CacheState, seq: Sequence) -> Sequence | None:
     """Fork `seq`. Returns None if the pool has no free pages for copies of its recurrent states."""
     ensure_open(state, seq)
-    account, table = seq.root.account, state.block_tables
+    owners, table = seq.owners, state.block_tables
+    account = owners.account
     has_live = bool(state.has_states and table.states[0, seq.row])
     row = table.take_row()
-    if has_live and state.take(account, state.needs(0, 1, 0)):
+    if has_live and state.take(owners, state.needs(0, 1, 0)):
         table.free_row(row)
         return None
     now = state.clock.now()
-    child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, now)
+    child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, owners, now)
     table.assign(row, child)
     account.open += 1
     state.tree.lock(seq.node)
@@ -31,10 +32,11 @@ def fork(state: CacheState, seq: Sequence) -> Sequence | None:
     for cold in child.cold_runs:
         cold.users += 1
     child.checkpoint_positions, child.media = seq.checkpoint_positions, seq.media
+    child.media_root = seq.media_root
     length = int(table.length[seq.row])
     blocks = -(-length // state.block_tokens)
     rows = table.tables[:, seq.row, :blocks].T.copy()
-    account.retain(state.pages.retain(rows))
+    owners.retain(state.pages, rows)
     table.tables[:, row, :blocks] = rows.T
     table.blocks[row], table.length[row] = blocks, length
     table.state_length[row] = table.state_length[seq.row]
@@ -49,8 +51,8 @@ def fork(state: CacheState, seq: Sequence) -> Sequence | None:
         account.retain(state.states.retain(source))
         state.copy_rows(account, state.states, source, table.states[:, row][None])
     elif seq.state_source is not None:
-        child.state_source = seq.state_source.copy()
-        account.retain(state.states.retain(child.state_source))
+        child.state_source, child.source_account = seq.state_source.copy(), seq.source_account
+        child.source_account.retain(state.states.retain(child.state_source))
     for key, run in seq.media_runs.items():
         if isinstance(run, MediaRun):
             retain_media(state, child, run, now)

@@ -30,11 +30,13 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
     tree, control, resume = state.tree, match.control, match.resume
     row = state.block_tables.take_row()
     now = state.clock.now()
-    account = state.accounts[control.tenant]
-    root = tree.root(match.root_hash, account, control.tenant, control.adapter)
+    owners = state.owners(control, match.public)
+    account = owners.account
+    root = tree.root(match.root_hash, owners.at(0), control.adapter)
     node = _hit_path(state, match, root, now) if match.path else root
     tree.lock(node)
-    seq = Sequence(cache, row, root, node, control, now)
+    seq = Sequence(cache, row, root, node, control, owners, now)
+    seq.media_root = match.media_root
     state.block_tables.assign(row, seq)
     account.open += 1
     seq.resumed = resume
@@ -71,10 +73,11 @@ def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: f
     snapshot to the sequence's own pages. Until then, the snapshot's pages stay in use."""
     assert checkpoint.states is not None
     seq.state_source = checkpoint.states.copy()
-    seq.root.account.retain(state.states.retain(seq.state_source))
+    seq.source_account = checkpoint.node.account
+    seq.source_account.retain(state.states.retain(seq.state_source))
     checkpoint.hits += 1
     checkpoint.ended = False
-    seq.root.account.queue.policy.on_hit(checkpoint, now)
+    seq.source_account.queue.policy.on_hit(checkpoint, now)
     checkpoint.last_used = now
 
 
@@ -89,7 +92,7 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
     """Return the cached media runs that the tokens after the hit read. Only for models with cross attention."""
     cache = state.media_cache
     return [
-        cache[match.root_hash + item.digest]
+        cache[match.media_root + item.digest]
         for item in match.media
         if cache.outlives_prompt and cache.needs_run(item, match.resume, match.resume)
     ]
@@ -108,7 +111,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
     """Record a hit of the matched nodes, and return the node that ends at the last block boundary of the hit. If a
     node contains this boundary, the node is split there."""
     boundary = match.resume // state.block_tokens * state.block_tokens
-    tree, node, before = state.tree, root, now
+    tree, node, before, owner = state.tree, root, now, state.accounts.owner(match.control.tenant)
     for passed in match.path:
         if passed.start >= boundary:
             if passed.start < match.resume:
@@ -118,7 +121,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
         before = passed.last_used
         node = passed if passed.end <= boundary else tree.split(passed, boundary)
         tree.hit(node, now)
-        if match.control.retain:
+        if match.control.retain and node.owner == owner:
             _raise_priority(node, match.control, state.block_tokens, now)
         if passed is not node:
             passed.last_used = now if boundary < match.resume else passed.last_used
@@ -144,7 +147,7 @@ def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: by
     ids (`rows`, one row per block), the first visible block of each window, and the tokens of the partial block
     (from `data`)."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
-    seq.root.account.retain(state.pages.retain(rows))
+    seq.owners.retain(state.pages, rows)
     table.tables[:, row, :blocks] = rows.T
     table.blocks[row] = blocks
     table.length[row] = table.state_length[row] = resume
@@ -180,6 +183,8 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
+    if match.public:
+        positions.add(match.public)  # other tenants resume here
     if match.control.retain:
         # Later prompts share the retained token ranges.
         stops = (item.stop for item in match.control.retain if item.stop is not None and item.priority > 0)
@@ -193,17 +198,17 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
     ensure_open(state, seq)
     now = state.clock.now()
     tree, table = state.tree, state.block_tables
-    account, row = seq.root.account, seq.row
+    account, row = seq.owners.account, seq.row
     length = table.length.item(row)
     node = seq.node
     if seq.control.store and length > seq.resumed:
         node = _publish_end(state, seq, now)
     firsts = table.first[:, row].tolist() if tree.windows else ()
-    state.release(account, state.pages, table.tables[:, row, : table.blocks.item(row)].T)
+    seq.owners.release(state.pages, table.tables[:, row, : table.blocks.item(row)].T)
     if state.has_states and table.states[0, row]:
         state.release(account, state.states, table.states[:, row][None].copy())
     if seq.state_source is not None:
-        state.release(account, state.states, seq.state_source)
+        state.release(seq.source_account, state.states, seq.state_source)
     for run in seq.media_runs.values():
         if isinstance(run, MediaRun):
             state.media_cache.release(run, now)
@@ -249,6 +254,7 @@ def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
         return seq.node
     if tree.needs_checkpoints:
         states = table.states[:, seq.row][None].copy() if state.has_states else None
-        if states is None or states[0, 0]:
+        # The live states are charged to the tenant, so they cannot become a snapshot of a public prefix.
+        if states is None or (states[0, 0] and node.account is seq.owners.account):
             tree.checkpoint(node, end, states, now)
     return node

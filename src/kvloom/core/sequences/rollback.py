@@ -82,11 +82,10 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
     in the tree."""
     row, block, table = seq.row, state.block_tokens, state.block_tables
     left = state.tree.visible_rows(rows[: -(-resume // block)], resume)
-    account = seq.root.account
     reserved = int(table.blocks[row])
     before = table.tables[:, row, :reserved].T.copy()
-    account.retain(state.pages.retain(left))
-    state.release(account, state.pages, before)
+    seq.owners.retain(state.pages, left)
+    seq.owners.release(state.pages, before)
     table.tables[:, row, :reserved] = 0
     table.tables[:, row, : len(left)] = left.T
     table.blocks[row] = len(left)
@@ -127,13 +126,13 @@ def _unpublish(
 def _rewind_states(state: CacheState, seq: Sequence, checkpoint: Checkpoint | None, now: float) -> None:
     """Release the live states of a sequence. If `checkpoint` is not None, the sequence resumes from the checkpoint's
     snapshot."""
-    account, table = seq.root.account, state.block_tables
+    table = state.block_tables
     live = table.states[:, seq.row][None].copy()
     if live[0, 0]:
-        state.release(account, state.states, live)
+        state.release(seq.owners.account, state.states, live)
         table.states[:, seq.row] = 0
     if seq.state_source is not None:
-        state.release(account, state.states, seq.state_source)
+        state.release(seq.source_account, state.states, seq.state_source)
         seq.state_source = None
     if checkpoint is not None:
         resume_from(state, seq, checkpoint, now)

@@ -20,6 +20,7 @@ from kvloom.core.pool.block_tables import BlockTables
 from kvloom.core.pool.page_pool import Ids
 from kvloom.core.prefix.multimodal import Media, MediaRun
 from kvloom.core.prefix.node import Node, Root
+from kvloom.core.prefix.owners import BlockOwners
 from kvloom.core.state import CacheState
 
 __all__ = ["ColdRun", "Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence_at"]
@@ -84,36 +85,49 @@ class Sequence:
         "finish_reason",
         "history",
         "media",
+        "media_root",
         "media_runs",
         "node",
         "opened",
+        "owners",
         "prompt",
         "published",
         "resumed",
         "root",
         "row",
         "shared_tail",
+        "source_account",
         "state_source",
     )
 
     def __init__(
-        self, cache: SequenceOwner, row: int, root: Root, node: Node, control: CacheControl, now: float
+        self,
+        cache: SequenceOwner,
+        row: int,
+        root: Root,
+        node: Node,
+        control: CacheControl,
+        owners: BlockOwners,
+        now: float,
     ) -> None:
         self.cache = cache
         self.row = row
         self.root = root
         self.node = node  # the deepest node of its path; ends at `published`
         self.control = control
+        self.owners = owners  # accounts of its blocks; its states are charged to the tenant
         self.published = node.end
         self.opened = now
         self.resumed = 0
         self.prompt = 0
         self.shared_tail = False  # its partial block is a shared page, which must be copied before a write
         self.state_source: Ids | None = None  # snapshot to resume from, in use until it is copied
+        self.source_account = owners.account  # account of the snapshot to resume from
         self.checkpoint_positions: tuple[int, ...] = ()  # positions at which to take checkpoints
         self.cold_runs: list[ColdRun] = []  # its oldest blocks, in host memory
         self.cold_blocks = 0
         self.media: tuple[Media, ...] = ()
+        self.media_root = root.hash  # root hash under which its images are cached
         self.media_runs: dict[bytes, MediaRun | Ids] = {}
         self.finish_reason: str | None = None  # "tool_calls", "stop", …: an input of learning policies
         self.history: ReuseHistory | None = None  # record of a learning policy
@@ -189,12 +203,12 @@ class Sequence:
 
     def media_rows(self, digest: bytes) -> Ids:
         """Return the page ids of an image: [blocks, columns]."""
-        run = self.media_runs[self.root.hash + digest]
+        run = self.media_runs[self.media_root + digest]
         return run.rows if isinstance(run, MediaRun) else run
 
     def media_is_cached(self, digest: bytes) -> bool:
         """Return whether the media run of an image is cached. The pages of a cached run are already written."""
-        return isinstance(self.media_runs[self.root.hash + digest], MediaRun)
+        return isinstance(self.media_runs[self.media_root + digest], MediaRun)
 
     def extend(self, n: int) -> int:
         """Reserve pages for `n` more tokens. See `KVCache.extend`."""

@@ -129,6 +129,7 @@ def allocate_kv_memory(
         max_sequences=config.max_running,
         max_tokens=longest,
         tenants=config.tenants,
+        public_bytes=config.public_bytes,
         policy=config.eviction_policy,
         checkpoint_policy=CheckpointPolicy(
             before_last=True, every_blocks=-(-config.checkpoint_every // config.block_tokens)

@@ -12,11 +12,11 @@ the pages that have arrived, and this worker computes the other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Container, Sequence as Many
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvloom.core import LoadPlan, PoolLayout
+from kvloom.core import PUBLIC_TENANT, LoadPlan, PoolLayout
 from kvloom.tiers import Objects
 from kvloom.tiers.transfers import FetchJob, TierLookup, TierQueue, TransferManager
 
@@ -82,19 +82,21 @@ class _Pull:
 class HandOver:
     """Pulls the pages of one request from a prefill worker into this worker's host memory, while the prefill worker
     computes the prompt. `needed` is the result of `needed_pages`. `peer` is the index in `transfers.queues` of the
-    prefill worker's queue. If no new page arrives for `patience` seconds, the hand-over ends."""
+    prefill worker's queue. `public` has the hashes of pages of a public prefix. If no new page arrives for `patience`
+    seconds, the hand-over ends."""
 
     def __init__(
         self,
         transfers: TransferManager,
         forms: Forms,
         tenant: str,
+        public: Container[bytes],
         needed: Many[list[Page]],
         peer: int,
         patience: float,
         now: float,
     ) -> None:
-        self._transfers, self._forms, self._tenant = transfers, forms, tenant
+        self._transfers, self._forms, self._tenant, self._public = transfers, forms, tenant, public
         self._needed, self._peer, self._patience = needed, peer, patience
         self._found = 0  # number of entries of `needed` that host memory has, or that are in transfer
         self._pulls: list[_Pull] = []
@@ -194,12 +196,13 @@ class HandOver:
         """Return pages as objects for tiers, by layer group. `entries` are entries of `needed_pages`. If a block owns
         several pages (runs) in a group, `all_runs` includes all of them, else only the first.
         """
-        hashes: dict[int, list[bytes]] = {}
+        hashes: dict[tuple[int, str], list[bytes]] = {}
         for entry in entries:
             for group, page_hash in entry:
-                hashes.setdefault(group, []).append(page_hash)
+                tenant = PUBLIC_TENANT if page_hash in self._public else self._tenant
+                hashes.setdefault((group, tenant), []).append(page_hash)
         return [
-            Objects(some, group, form, self._tenant)
-            for group, some in hashes.items()
+            Objects(some, group, form, tenant)
+            for (group, tenant), some in hashes.items()
             for form in (self._forms[group] if all_runs else self._forms[group][:1])
         ]

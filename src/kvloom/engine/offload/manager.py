@@ -479,7 +479,8 @@ class OffloadManager:
         peer = peer_queue(self.transfers, request.awaits_peer)
         if peer is None or not self._may_load(request, match):
             return False
-        needed = needed_pages(self.cache.layout, self.cache.loading.plan(match))
+        plan = self.cache.loading.plan(match)
+        needed = needed_pages(self.cache.layout, plan)
         if not any(needed):
             return False
         self._store.note_root(request.control.lossy, match.root_hash)
@@ -487,6 +488,7 @@ class OffloadManager:
             self.transfers,
             self._tiers.forms_of(request),
             request.control.tenant,
+            frozenset(plan.hashes[: match.public // plan.block]),
             needed,
             peer,
             self.config.hand_over_seconds,

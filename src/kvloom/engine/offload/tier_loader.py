@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.core import KVCache, Match, MissingPages, TierQuery
+from kvloom.core import PUBLIC_TENANT, KVCache, Match, MissingPages, TierQuery
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import Form, Objects
@@ -76,7 +76,7 @@ class TierLoader:
         """Return the pages of a query as objects for tiers. If a block owns several pages in the layer group, only
         the first is included."""
         form = self.forms_of(request)[query.group][0]
-        return Objects(query.hashes, query.group, form, request.control.tenant)
+        return Objects(query.hashes, query.group, form, _tenant(query, request))
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
         """Return whether host memory has none of the pages of a query. Takes a tenth of the time of a load plan."""
@@ -364,4 +364,10 @@ class TierLoader:
         """Return missing pages as objects for tiers. If a block owns several pages in the layer group, the result has
         one entry for each. The first entry has the first page of every block, and so on."""
         group = pages.group.index
-        return [Objects(pages.hashes, group, form, job.tenant) for form in self.forms_of(job.request)[group]]
+        tenant = _tenant(pages, job.request)
+        return [Objects(pages.hashes, group, form, tenant) for form in self.forms_of(job.request)[group]]
+
+
+def _tenant(pages: TierQuery | MissingPages, request: Request) -> str:
+    """Return the tenant under whose name tiers store pages of a request."""
+    return PUBLIC_TENANT if pages.is_public else request.control.tenant

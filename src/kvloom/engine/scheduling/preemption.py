@@ -58,7 +58,7 @@ def choose_victim(
             may = other.rank > request.rank or other.parked
         else:
             above = max(0.0, excess(other)) if within_share else 0.0
-            may = not quota_is_short and account.used > account.guaranteed
+            may = not quota_is_short and account.counted > account.guaranteed
             may = may and (above > 0 or other.order > request.order or other.parked)
         if may and (best is None or (above, other.rank) > best[0]):
             best = (above, other.rank), other

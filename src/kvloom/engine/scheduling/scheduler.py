@@ -476,7 +476,7 @@ class Scheduler:
     def _excess(self, tenant: TenantQueue) -> float:
         """Return the number of bytes that a tenant uses above its share of the pool. It is negative if the tenant
         uses less."""
-        return tenant.account.in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
+        return tenant.account.counted_in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property
     def _pool_bytes(self) -> int:
@@ -520,7 +520,7 @@ class Scheduler:
             tenant.short = need + margin * self.cache.block_bytes
         passed.add(tenant)
         if picked:
-            passed.update(one for one in self._shares if one.account.in_use >= one.account.guaranteed)
+            passed.update(one for one in self._shares if one.account.counted_in_use >= one.account.guaranteed)
         return any(one not in passed for one in self._shares)
 
     def _is_copying(self, request: Request) -> bool:

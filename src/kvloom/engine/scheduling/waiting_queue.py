@@ -13,14 +13,15 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import chain, islice
 from math import inf
 
-from kvloom.core import Account
+from kvloom.core import PUBLIC_TENANT, Account
 from kvloom.engine.request import Request
 
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
-NextBlock = tuple[str, str, str, bool, bytes]
-"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content. The content is all tokens
-up to the end of the block, and the digests of their images."""
+NextBlock = tuple[str, str, str, bool, int, bytes]
+"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, public tokens, and content. The content
+is all tokens up to the end of the block, and the digests of their images. A block of a public prefix has no tenant and
+no salt."""
 
 
 UNWEIGHTED = 1 / 16
@@ -187,13 +188,10 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
     content = b"".join(item.digest for item in request.media if item.start < end)
-    return (
-        control.tenant,
-        control.adapter,
-        control.salt,
-        control.lossy,
-        request.ids(end).tobytes() + content,
-    )
+    is_public, text = end <= control.public_tokens, request.ids(end).tobytes() + content
+    if is_public:
+        return PUBLIC_TENANT, control.adapter, "", control.lossy, 0, text
+    return control.tenant, control.adapter, control.salt, control.lossy, control.public_tokens, text
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
@@ -213,6 +211,9 @@ def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
     if one.activation != other.activation:
         starts = [each.start for each in (one.activation, other.activation) if each is not None]
         shared = min(shared, *starts)
+    mine, theirs = one.control, other.control
+    if (mine.tenant, mine.salt, mine.public_tokens) != (theirs.tenant, theirs.salt, theirs.public_tokens):
+        shared = min(shared, mine.public_tokens, theirs.public_tokens)
     same = one.ids(shared) == other.ids(shared)
     shared = shared if same.all() else int(same.argmin())
     return 0 if shared == len(one.tokens) else min(shared, len(other.tokens) - 1) // block * block

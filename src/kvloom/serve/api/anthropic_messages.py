@@ -20,7 +20,7 @@ from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Delta
 
 from .generation import ChatEndpoint
-from .prompts import Prompt, PromptEncoder, PromptLimits, characters_for
+from .prompts import Prompt, PromptEncoder, PromptLimits, characters_for, chat_position, with_public_prefix
 from .request_fields import ChatFields, CompletionFields, read_fields
 from .responses import ChatResponse
 from .server_context import ServerContext
@@ -84,11 +84,12 @@ class MessagesEndpoint(ChatEndpoint):
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, MessagesFields)
-        prompt = prompts.encode_chat(fields, limits)
+        prompt = with_public_prefix(fields, prompts.encode_chat(fields, limits), prompts, limits)
         if prompt.images:  # positions are known only after the engine process has expanded the placeholders
             return [prompt]
         retain = [
-            (_position(fields, point, prompt, prompts, limits), point.ttl) for point in fields.breakpoints
+            (chat_position(fields, point.messages, prompt, prompts, limits, point.characters), point.ttl)
+            for point in fields.breakpoints
         ]
         return [replace(prompt, retain=tuple((stop, ttl) for stop, ttl in retain if stop))]
 
@@ -249,34 +250,6 @@ def _error_body(error: ApiError) -> bytes:
 def _error_response(error: ApiError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(_error_body(error), error.status, headers)
-
-
-def _position(
-    fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
-) -> int:
-    """Return the number of prompt tokens before a cache breakpoint. Returns 0 if the template refuses the chat up to
-    the breakpoint.
-
-    The chat up to the breakpoint is rendered and encoded. The result is the length of its common prefix with the prompt
-    of the whole chat, in tokens.
-    """
-    part = [dict(message) for message in fields.messages[: point.messages]]
-    if part and point.characters is not None:
-        part[-1]["content"] = part[-1]["content"][: point.characters]
-    filler = {"role": "user", "content": ""}
-    for messages in (part, [*part, filler]):
-        if not messages:
-            continue
-        try:
-            one = msgspec.structs.replace(
-                fields, messages=messages, add_generation_prompt=False, continue_final_message=None
-            )
-            tokens = encoder.encode_chat(one, limits).tokens
-        except ApiError:
-            continue
-        pairs = enumerate(zip(tokens, prompt.tokens, strict=False))
-        return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(prompt.tokens)))
-    return 0
 
 
 def _fields(given: dict[str, Any]) -> MessagesFields:

@@ -29,7 +29,7 @@ from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, ImagePrompt, Ready, ResponseStream, TokenRange
 
 from .images import RequestImages
-from .prompts import Prompt, PromptEncoder, PromptLimits
+from .prompts import Prompt, PromptEncoder, PromptLimits, with_public_prefix
 from .request_fields import (
     MAX_GRAMMAR_CHARACTERS,
     ChatFields,
@@ -185,7 +185,8 @@ class GenerationEndpoint(ABC):
             fields = await context.parse(lambda: self.adapt(read, served), account, len(body))
             tenant = context.request_tenant(request, fields)
             answers, caps = _answer_count(fields), context.keys.caps(tenant)
-            caps.check(answers, self.longest_ttl(fields), fields.priority)
+            public = fields.cache is not None and fields.cache.is_public
+            caps.check(answers, self.longest_ttl(fields), fields.priority, public)
             admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
             most = self._max_prompt_tokens(tenant, facts)
             images = RequestImages(context.limits, served.name, facts.image_refusal)
@@ -258,6 +259,7 @@ class GenerationEndpoint(ABC):
                 started,
                 transfer.encoder,
                 adapter,
+                prompt.public or (0 if fields.cache is None else fields.cache.public_tokens or 0),
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -399,7 +401,7 @@ class ChatEndpoint(GenerationEndpoint):
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [prompts.encode_chat(fields, limits)]
+        return [with_public_prefix(fields, prompts.encode_chat(fields, limits), prompts, limits)]
 
     def response(self, request: CheckedRequest) -> ResponseBuilder:
         fields, params, served = request.fields, request.params, request.served

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from jinja2.exceptions import TemplateError
 
+from kvloom.combinations import refused
 from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -77,7 +78,7 @@ Some = TypeVar("Some")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The token ids of a prompt, and its text if known. `retain` contains pairs of a position and seconds: pages before
-    the position are retained for this time.
+    the position are retained for this time. The first `public` tokens are the public messages of a chat.
 
     With `images`, the tokens contain one placeholder per image, which the engine process expands.
     """
@@ -86,6 +87,7 @@ class Prompt:
     text: str | None = None
     retain: tuple[tuple[int, float], ...] = ()
     images: tuple[bytes, ...] = ()
+    public: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -604,3 +606,50 @@ def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
             call = {**call, "function": {**function, "arguments": read}}
         found.append(call)
     return found
+
+
+def with_public_prefix(
+    fields: ChatFields, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
+) -> Prompt:
+    """Return the prompt of a chat with the number of tokens of its public messages. Raises ApiError 400 for a chat with
+    images, because the positions of its tokens are known only after the engine process has expanded the images.
+    """
+    public = 0 if fields.cache is None else fields.cache.public_messages or 0
+    if not public:
+        return prompt
+    if prompt.images:
+        raise bad_request(refused("public messages, images"), "cache")
+    return replace(prompt, public=chat_position(fields, public, prompt, encoder, limits))
+
+
+def chat_position(
+    fields: ChatFields,
+    messages: int,
+    prompt: Prompt,
+    encoder: PromptEncoder,
+    limits: PromptLimits,
+    characters: int | None = None,
+) -> int:
+    """Return the number of prompt tokens of a chat's first `messages` messages. With `characters`, only this number of
+    characters of the last of these messages counts. Returns 0 if the template refuses these messages alone.
+
+    The messages are rendered and encoded. The result is the length of their common prefix with the prompt of the whole
+    chat, in tokens.
+    """
+    part = [dict(message) for message in fields.messages[:messages]]
+    if part and characters is not None:
+        part[-1]["content"] = part[-1]["content"][:characters]
+    filler = {"role": "user", "content": ""}
+    for some in (part, [*part, filler]):
+        if not some:
+            continue
+        try:
+            one = msgspec.structs.replace(
+                fields, messages=some, add_generation_prompt=False, continue_final_message=None
+            )
+            tokens = encoder.encode_chat(one, limits).tokens
+        except ApiError:
+            continue
+        pairs = enumerate(zip(tokens, prompt.tokens, strict=False))
+        return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(prompt.tokens)))
+    return 0

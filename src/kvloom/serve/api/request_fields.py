@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvloom.combinations import refused
-from kvloom.core import Objective
+from kvloom.core import PUBLIC_TENANT, Objective
 from kvloom.engine import SamplingParams
 from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -106,13 +106,21 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheFields(msgspec.Struct, frozen=True):
     """Caching options of a request. `store` and `read` state whether the request adds pages to the cache, and whether
     it uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
-    is pinned in the pool.
+    is pinned in the pool. The first `public_tokens` tokens, or the first `public_messages` messages of a chat, are a
+    public prefix, which all tenants share.
     """
 
     store: bool | None = None
     read: bool | None = None
     retain: list[RetainFields] | None = None
     pin: float | None = None
+    public_tokens: int | None = None
+    public_messages: int | None = None
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the request marks a public prefix."""
+        return bool(self.public_tokens or self.public_messages)
 
 
 class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -310,6 +318,7 @@ def check_fields(fields: RequestFields) -> None:
     pin = None if fields.cache is None else fields.cache.pin
     if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
         raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
+    _check_public(fields)
     _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
@@ -326,6 +335,8 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request("resume_token_ids needs n = 1", "resume_token_ids")
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
+    if fields.tenant == PUBLIC_TENANT:
+        raise bad_request(f"tenant {PUBLIC_TENANT!r} is reserved: choose another name", "tenant")
     for name in ("tenant", "session_id", "cache_salt"):
         if len(getattr(fields, name) or "") > MAX_STOP_CHARACTERS:
             raise bad_request(f"{name} is longer than {MAX_STOP_CHARACTERS} characters", name)
@@ -381,6 +392,25 @@ def _check_samples(fields: RequestFields) -> None:
     if width < 2 and (fields.length_penalty is not None or fields.early_stopping is not None):
         name = "length_penalty" if fields.length_penalty is not None else "early_stopping"
         raise bad_request(f"{name} needs beam search: set use_beam_search or beam_width", name)
+
+
+def _check_public(fields: RequestFields) -> None:
+    cache = fields.cache or CacheFields()
+    for name in ("public_tokens", "public_messages"):
+        value = getattr(cache, name)
+        if value is not None and not 0 <= value < 1 << 31:
+            raise bad_request(f"cache: {name} {value} must be 0 or more", "cache")
+    if cache.public_tokens and cache.public_messages:
+        raise bad_request("cache: send either public_tokens or public_messages", "cache")
+    if not cache.public_messages:
+        return
+    if not isinstance(fields, ChatFields):
+        raise bad_request("cache: public_messages needs a chat: send public_tokens", "cache")
+    if cache.public_messages > len(fields.messages):
+        raise bad_request(
+            f"cache: public_messages {cache.public_messages} exceeds the {len(fields.messages)} messages",
+            "cache",
+        )
 
 
 def _check_retain(ranges: Sequence[RetainFields]) -> None:

@@ -96,6 +96,7 @@ class ServedModel:
             "status": self.status,
             "hash_model": facts.hash_model,
             "hash_tokens": HASH_TOKENS,
+            "block_tokens": facts.block_tokens,
             "groups": [{"index": g.index, "kind": g.kind, "window": g.window} for g in facts.groups],
             "bytes_per_token": facts.bytes_per_token,
             "pool_bytes": facts.pool_bytes,

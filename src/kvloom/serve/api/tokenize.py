@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.serve.errors import bad_request
 
-from .prompts import PromptEncoder, PromptLimits, characters_for
+from .prompts import PromptEncoder, PromptLimits, characters_for, with_public_prefix
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
 from .server_context import ServerContext
 
@@ -88,8 +88,10 @@ def _tokenized(
     fields: TextFields | MessagesFields, prompts: PromptEncoder, limits: PromptLimits, longest: int
 ) -> dict[str, Any]:
     """Return the response of /tokenize. May take seconds for a long text."""
+    public = 0 if fields.cache is None else fields.cache.public_tokens or 0
     if isinstance(fields, MessagesFields):
-        tokens = prompts.encode_chat(fields, limits).tokens
+        prompt = with_public_prefix(fields, prompts.encode_chat(fields, limits), prompts, limits)
+        tokens, public = prompt.tokens, prompt.public or public
     else:
         given = fields.prompt
         if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
@@ -98,7 +100,8 @@ def _tokenized(
             )
         tokens = prompts.encode_completion(fields, limits)[0].tokens
     strings = prompts.token_strings(tokens) if fields.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
+    found = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
+    return found | ({"public_tokens": public} if public else {})
 
 
 def _has_messages(body: bytes) -> bool:

@@ -2,13 +2,14 @@
 
 A key file has one of two forms:
 
-    JSON     {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1, "admin": true}}
-    lines    KEY tenant [quota [weight]] [max_…=N] [admin]      # starts a comment; - means no quota
+    JSON     {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1, "public": true, "admin": true}}
+    lines    KEY tenant [quota [weight]] [max_…=N] [public] [admin]      # starts a comment; - means no quota
 
 - All keys of one tenant must have the same quota, weight and caps.
 - The default weight of a tenant is 1. If no key sets a weight, all tenants have equal shares of the pool, and only half
   of each share is protected (`core.Tenant.firm`).
 - `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`.
+- `public` allows the tenant to mark public prefixes, which other tenants share.
 - An admin key can read the data of all tenants.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 
 from kvloom.arguments import parse_size
+from kvloom.core import PUBLIC_TENANT
 from kvloom.serve.errors import invalid_key
 from kvloom.serve.worker import TenantConfig
 
@@ -117,10 +119,12 @@ def read_keys(path: str | None, default: Caps | None = None, own: Collection[str
             raise ValueError(f"{path}, {where}: duplicate key")
         if not name:
             raise ValueError(f"{path}, {where}: the tenant's name is empty")
+        if name == PUBLIC_TENANT:
+            raise ValueError(f"{path}, {where}: the tenant's name {name!r} is reserved: choose another name")
         given = rules, replace(default, **caps)
         if tenants.setdefault(name, given) != given:
             raise ValueError(
-                f"{path}, {where}: tenant {name!r} has a different quota, weight, slo_… or max_… in an earlier key"
+                f"{path}, {where}: tenant {name!r} has a different quota, weight, slo_…, max_… or public in an earlier key"
             )
         keys[key] = rules
     if not keys:
@@ -154,16 +158,19 @@ def _from_lines(text: str, path: str) -> list[KeyRow]:
         where = f"line {number}"
         is_admin = len(words) > 2 and words[-1] == "admin"
         words = words[:-1] if is_admin else words
+        is_public = len(words) > 2 and words[-1] == "public"
+        words = words[:-1] if is_public else words
         caps = dict(word.split("=", 1) for word in words[2:] if "=" in word)
         words = words[:2] + [word for word in words[2:] if "=" not in word]
         if not 2 <= len(words) <= 4:
             raise ValueError(
-                f"{path}, {where}: expected `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`"
+                f"{path}, {where}: expected `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [public] [admin]`"
             )
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
         share = None if weight == "-" else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
+        limits = _read_caps(caps, f"{path}, {where}") | ({"public": True} if is_public else {})
+        rows.append((where, key, name, most, share, limits, is_admin))
     return rows
 
 
@@ -177,16 +184,22 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
         where = f"key {number}"
         fields = {"tenant": value} if isinstance(value, str) else value
         caps = {name: one for name, one in fields.items() if name in CAPS or name in OBJECTIVES}
-        unknown = set(fields) - {"tenant", "quota", "weight", "admin", *CAPS, *OBJECTIVES}
+        unknown = set(fields) - {"tenant", "quota", "weight", "public", "admin", *CAPS, *OBJECTIVES}
         name, quota, weight = fields.get("tenant"), fields.get("quota"), fields.get("weight")
-        is_admin = fields.get("admin", False)
-        if unknown or not isinstance(name, str) or not isinstance(is_admin, bool):
+        is_admin, is_public = fields.get("admin", False), fields.get("public", False)
+        if (
+            unknown
+            or not isinstance(name, str)
+            or not isinstance(is_admin, bool)
+            or not isinstance(is_public, bool)
+        ):
             raise ValueError(
-                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join([*OBJECTIVES, *CAPS])}, admin (true)"
+                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join([*OBJECTIVES, *CAPS])}, public (true), admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
         share = None if weight is None else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
+        limits = _read_caps(caps, f"{path}, {where}") | ({"public": True} if is_public else {})
+        rows.append((where, key, name, most, share, limits, is_admin))
     return rows
 
 

@@ -29,15 +29,23 @@ class Caps:
     | `open`     | number of open answers of the tenant, running or waiting                    |
     | `ttl`      | largest `ttl` of a request, in seconds                                      |
     | `priority` | largest `priority` of a request                                             |
+    | `public`   | False: requests may not mark a public prefix                                |
     """
 
     answers: int | None = None
     open: int | None = None
     ttl: float | None = None
     priority: int | None = None
+    public: bool = False
 
-    def check(self, answers: int, ttl: float | None, priority: int | None) -> None:
-        """Raise ApiError 400 if a request exceeds a limit."""
+    def check(self, answers: int, ttl: float | None, priority: int | None, public: bool = False) -> None:
+        """Raise ApiError 400 if a request exceeds a limit, or if it marks a public prefix (`public`) and may not."""
+        if public and not self.public:
+            raise bad_request(
+                "cache: this key may not mark a public prefix: omit public_tokens and public_messages, or let the "
+                "operator add `public` to the key in --api-keys",
+                "cache",
+            )
         most = min((cap for cap in (self.answers, self.open) if cap is not None), default=answers)
         if answers > most:
             raise bad_request(

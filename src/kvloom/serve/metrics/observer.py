@@ -147,5 +147,6 @@ class RequestObserver:
                     session=message.session,
                     ending=record.finish_reason,
                     last_computed=False,
+                    public_tokens=message.public_tokens,
                 )
         recorder.flush()

@@ -17,14 +17,25 @@ import io
 import json
 import os
 import secrets
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import HASH_TOKENS, TOKEN_BYTES, hash_chain, root_hash, token_bytes
+from kvloom.core import (
+    HASH_TOKENS,
+    TOKEN_BYTES,
+    hash_chain,
+    private_mark,
+    public_length,
+    public_root_hash,
+    root_hash,
+    token_bytes,
+)
 
 __all__ = ["VERSION", "Recorder"]
 
@@ -74,12 +85,13 @@ class Recorder:
         session: str | None = None,
         ending: str | None = None,
         last_computed: bool = True,
+        public_tokens: int = 0,
     ) -> None:
         """Write a request that arrived at second `at`, which should not decrease from call to call.
 
         `tokens` are its prompt (the first `prompt` tokens) and its answer. `last_computed` is False if the engine
         sampled the last token but did not compute its KV. The block that ends with this token is then not recorded,
-        because it was never cached.
+        because it was never cached. The first `public_tokens` tokens are a public prefix.
         """
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
@@ -87,9 +99,14 @@ class Recorder:
             raise ValueError(f"prompt is {prompt} tokens, but the request has {length}")
         cached = max(prompt, length - (not last_computed))
         every = self.block_tokens // HASH_TOKENS
-        hashes = hash_chain(root_hash(self.model, tenant, adapter, salt), data[: cached * TOKEN_BYTES])[
-            every - 1 :: every
-        ]
+        root = root_hash(self.model, tenant, adapter, salt)
+        public = public_length(public_tokens, prompt, self.block_tokens)
+        ids = np.frombuffer(data, "<i4").copy()
+        resolve: Callable[[int], bytes] | None = None
+        if public:  # the hashes depend on the tenant from the first private token on
+            mark = private_mark(public, int(ids[public]), root)
+            ids[public], resolve, root = -1, lambda _: mark.digest, public_root_hash(self.model, adapter)
+        hashes = hash_chain(root, ids[:cached].tobytes(), resolve)[every - 1 :: every]
         line: dict[str, Any] = {"at": round(at, 6), "prompt": prompt, "output": length - prompt}
         line["names"] = "".join(self._hashed(block_hash, _HASH_BYTES) for block_hash in hashes)
         if tenant:

@@ -135,6 +135,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
       one delta when all answers have finished.
     - `store`, `read`: whether the request adds pages to the cache, and whether it uses cached pages.
     - `salt`: only requests with the same salt share pages.
+    - `public_tokens`: length of the public prefix, which all tenants share.
     - `ends_session`: this is the last request of a session.
     - `lossy`: the request accepts pages that a tier re-encoded.
     - `retain`: priorities of token ranges.
@@ -172,6 +173,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Address (host:port) of the encode worker that a router chose for the images."""
     lora: str | None = None
     """Name of the LoRA adapter. None means the base model."""
+    public_tokens: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -639,6 +639,7 @@ def _control(message: Add) -> CacheControl:
         read=message.read,
         session=session,
         lossy=message.lossy,
+        public_tokens=message.public_tokens,
     )
 
 
