@@ -29,6 +29,7 @@ EXPECTED = {
     "multi_tenant.py": "blue, the same text:  0 of 482 prompt tokens cached",
     "numpy_engine.py": "same tokens as without a cache",
     "toy_engine.py": "72 requests; ",
+    "hundred_line_engine.py": "48 requests; 168 pages loaded",
     "custom_policy.py": "deepest first:",
     "transformers_generate.py": "same tokens",
 }
@@ -90,6 +91,10 @@ def test_the_toy_engine_computes_what_a_tier_fails_to_read(monkeypatch: pytest.M
         for end in range(len(request.prompt), len(request.tokens)):
             assert request.tokens[end] == request.next_token(request.tokens[:end])
     assert len(engine.done) == 24
+
+
+def test_the_engine_of_a_hundred_lines_has_no_more() -> None:
+    assert len((EXAMPLES / "hundred_line_engine.py").read_text(encoding="utf-8").splitlines()) <= 100
 
 
 def test_every_example_is_tested() -> None:

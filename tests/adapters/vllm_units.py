@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,11 +20,17 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,9 +38,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -205,6 +214,103 @@ def disk(tmp_path: Path) -> Iterator[Any]:
         return OpenTier(tier if faults is None else FaultyTier(tier, faults))
 
     return opened
+
+
+# --- the interface that this adapter is written for
+
+UNUSED = {
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+    "clear_connector_metadata",
+    "finish_forward",
+    "get_block_ids_with_load_errors",
+    "get_external_cache_hit_sources",
+    "get_finished",
+    "get_finished_count",
+    "get_handshake_metadata",
+    "get_kv_connector_kv_cache_events",
+    "get_kv_connector_stats",
+    "get_loaded_kv_cache_group_ids",
+    "get_mem_pool_context",
+    "get_required_kvcache_layout",
+    "handle_preemptions",
+    "has_connector_metadata",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
+    "register_finished_partial_tail",
+    "requires_piecewise_for_cudagraph",
+    "reset_capture_state",
+    "role",
+    "set_host_xfer_buffer_ops",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "supports_divergent_local_hybrid_hits",
+}
+"""The members of vLLM's connector whose defaults are right for kvloom's connector."""
+UNUSED_BY_TIERS = {
+    "block_size_bytes",
+    "bp_detector",
+    "build_metric_definitions",
+    "cache_hit_source",
+    "get_stats",
+    "on_schedule_end",
+    "serve_external_requests",
+    "take_events",
+    "touch",
+}
+"""The members of vLLM's secondary tier whose defaults are right for KvloomTier."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "unused"),
+    [
+        (KVConnectorBase_V1, KvloomConnector, UNUSED),
+        (SupportsHMA, KvloomConnector, set()),
+        (SecondaryTierManager, KvloomTier, UNUSED_BY_TIERS),
+    ],
+    ids=["connector", "hybrid models", "secondary tier"],
+)
+def test_the_interface_of_vllm_is_the_tested_one(theirs: Any, ours: Any, unused: set[str]) -> None:
+    """If this test fails, vLLM changed its interface: adapt the adapter, then these values."""
+    found = VERSION.installed()
+    members = {name for name in vars(theirs) if not name.startswith("_")}
+    assert unused <= members, f"{sorted(unused - members)} are gone in vLLM {found}"
+    for name in sorted(members - unused):
+        assert name in vars(ours), f"{name} is new in vLLM {found}: does the adapter need it?"
+        if inspect.isfunction(vars(theirs)[name]):
+            expected = list(inspect.signature(getattr(theirs, name)).parameters)
+            parameters = list(inspect.signature(getattr(ours, name)).parameters)
+            assert parameters == expected, f"{name} has other parameters in vLLM {found}"
+    assert not ours.__abstractmethods__
+
+
+def test_the_messages_of_vllm_are_the_tested_ones() -> None:
+    """If this test fails, vLLM changed what it passes to connectors: adapt the adapter, then these values."""
+    found = VERSION.installed()
+    parameters = list(inspect.signature(KVConnectorBase_V1.__init__).parameters)
+    assert parameters == ["self", "vllm_config", "role", "kv_cache_config"]
+    assert KVConnectorTransferResults() == KVConnectorTransferResults(set(), set(), set())
+    fields = {
+        KVConnectorTransferResults: "finished_sending finished_recving failed_recving",
+        KVConnectorOutput: "finished_recving failed_recving kv_connector_worker_meta",
+        SchedulerOutput: "num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state",
+        KVConnectorBlockState: "boundary_state_offloads",
+        TransferJob: "job_id keys chunk_ids req_context submit_time",
+        JobResult: "job_id success successful_keys transfer_time transfer_bytes",
+    }
+    for kind, names in fields.items():
+        missing = set(names.split()) - set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+        assert not missing, f"{kind.__name__} of vLLM {found} has no {missing}"
+    assert {one.name for one in LookupResult} == {"MISS", "HIT", "HIT_PENDING", "RETRY"}
+    of_request = {"all_token_ids", "cache_salt", "lora_request", "mm_features", "num_computed_tokens"}
+    of_request |= {"num_tokens", "prompt_embeds", "skip_reading_prefix_cache"}
+    missing = {name for name in of_request if not hasattr(request(), name)}
+    assert not missing, f"a request of vLLM {found} has no {missing}"
+    assert VERSION.installed_minor() == VERSION.tested, (
+        f"vLLM {found} has the tested interface: run `make test-vllm`, then raise VERSION.tested and docs/vllm.md"
+    )
 
 
 # --- settings, versions, identities, hashes
@@ -514,6 +620,38 @@ def test_pages_come_back_in_another_process(windows: tuple[int, ...], staged: bo
     assert other.worker.stats.loaded_tokens == 96
     assert all(not lease for lease in (other.worker._leased, other.worker._pending))
     other.close()
+
+
+def test_copies_follow_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, vLLM runs the model on a stream of its own. The copy stream waits for this stream before it copies."""
+    calls: list[str] = []
+
+    class CopyStream:
+        def wait_stream(self, other: str) -> None:
+            calls.append(f"wait for {other}")
+
+    @contextmanager
+    def use(_: CopyStream) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    config = cache_config((0,))
+    caches = {name: torch.ones((BLOCKS, *SHAPE)) for name in config.kv_cache_groups[0].layer_names}
+    layers = LayerPages(block_groups(engine_config(), config), config, caches, "rank 0 of 1", staged=True)
+    monkeypatch.setattr(layers, "_stream", CopyStream())
+    monkeypatch.setattr(layers, "_mark", lambda: bool)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the model")
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: calls.append("keep"))
+    arena = np.zeros(layers.forms[0].page_bytes, np.uint8)
+    layers.offload(0, [3], arena, np.array([0]))
+    assert calls == ["wait for the model", "keep", "begin", "end"]
+    assert arena.any()
+    calls.clear()
+    layers.load(0, [4], np.zeros_like(arena), np.array([0]))
+    assert calls == ["wait for the model", "keep", "keep", "begin", "end"]
+    assert not any(cache[4].any() for cache in caches.values())
 
 
 def test_a_load_begins_after_vllms_own_hit(disk: Any) -> None:
@@ -1093,3 +1231,89 @@ def test_a_job_of_the_secondary_tier_that_raises_fails_alone(
     assert finished(tier).success
     assert looked_up(tier, keys[0], context) is LookupResult.HIT
     tier.shutdown()
+
+
+class Offloading:
+    """vLLM's manager of its CPU memory, above a KvloomTier. `memory` has one row for each chunk."""
+
+    def __init__(self, folder: Path, memory: np.ndarray) -> None:
+        (folder / "model.safetensors").write_bytes(b"weights" * 100)
+        self.memory, self.tier = memory, secondary(folder, memory)
+        region: Any = SimpleNamespace(create_kv_memoryview=lambda: memoryview(memory), cleanup=int)
+        self.manager = TieringOffloadingManager(
+            CPUPrimaryTierOffloadingManager(len(memory), region), [self.tier]
+        )
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def store(self, context: ReqContext, keys: list[Any], chunks: np.ndarray) -> None:
+        plan = self.manager.prepare_store(keys, context)
+        assert plan is not None
+        self.memory[plan.store_spec.chunk_ids] = chunks  # type: ignore[attr-defined]
+        self.manager.complete_store(keys, context)
+        self.tier.drain_jobs()
+        self.step()
+
+    def look_up(self, context: ReqContext, keys: list[Any], steps: int = 200) -> list[Any]:
+        """Look up as vLLM does in every step, until the manager knows all keys."""
+        for _ in range(steps):
+            found = [self.manager.lookup(key, context) for key in keys]
+            if not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
+                return found
+            self.step()
+            self.tier.drain_jobs()
+            time.sleep(0.005)
+        raise AssertionError(f"no answer after {steps} steps: {found}")
+
+
+def test_vllms_offloading_manager_loads_from_the_secondary_tier_what_its_memory_evicted(
+    tmp_path: Path,
+) -> None:
+    chunks = np.random.default_rng(0).integers(0, 256, (8, 4096), np.uint8)
+    keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
+    one = Offloading(tmp_path, np.zeros((4, 4096), np.uint8))
+    first = ReqContext("first")
+    one.manager.on_new_request(first)
+    one.store(first, keys[:4], chunks[:4])
+    one.store(first, keys[4:], chunks[4:])
+    one.manager.on_request_finished(first)
+    again = ReqContext("again")
+    one.manager.on_new_request(again)
+    assert one.look_up(again, keys[:4]) == [LookupResult.HIT] * 4
+    plan: Any = one.manager.prepare_load(keys[:4], again)
+    assert (one.memory[plan.chunk_ids] == chunks[:4]).all()
+    one.manager.complete_load(keys[:4], again)
+    one.manager.on_request_finished(again)
+    one.tier.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["damaged", "failing"])
+def test_vllms_offloading_manager_computes_chunks_that_the_secondary_tier_lost(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier finds the chunks, and cannot load them. The lookups of the request must end."""
+    chunks = np.random.default_rng(0).integers(0, 256, (4, 4096), np.uint8)
+    keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
+    one = Offloading(tmp_path, np.zeros((4, 4096), np.uint8))
+    first = ReqContext("first")
+    one.manager.on_new_request(first)
+    one.store(first, keys, chunks)
+    one.tier.shutdown()
+    for file in (tmp_path / "kv").rglob("*") if fault == "damaged" else ():
+        if file.is_file() and file.stat().st_size > 8192:
+            data = np.fromfile(file, np.uint8)
+            data[4096::64] ^= 0x55
+            data.tofile(file)
+    other = Offloading(tmp_path, np.zeros((4, 4096), np.uint8))
+    if fault == "failing":
+
+        def fail(*_: Any) -> Any:
+            raise OSError("injected")
+
+        monkeypatch.setattr(other.tier._pages, "load", fail)
+    again = ReqContext("again")
+    other.manager.on_new_request(again)
+    assert other.look_up(again, keys, steps=20) == [LookupResult.MISS] * 4
+    assert not other.memory.any()
+    other.tier.shutdown()

@@ -9,7 +9,8 @@ On a CPU a copy is done when the call returns. On a GPU rows pass through one st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,8 +98,7 @@ class LayerPages:
         ids = torch.as_tensor(block_ids, dtype=torch.int64, device=self.device)
         for layer, start in self._starts(group):
             rows[:, start : start + layer.bytes] = layer.rows.index_select(0, ids)
-        with torch.cuda.stream(self._stream):  # does nothing on a CPU
-            self._follow(rows)
+        with self._copy_stream(rows):
             for row, offset in zip(rows, to.tolist(), strict=True):
                 target = torch.from_numpy(arena[offset : offset + rows.shape[1]])
                 target.copy_(row, non_blocking=True)
@@ -114,8 +114,7 @@ class LayerPages:
             return _done
         rows = self._staging(group, len(block_ids))
         ids = torch.as_tensor(block_ids, dtype=torch.int64, device=self.device)
-        with torch.cuda.stream(self._stream):
-            self._follow(rows, ids)
+        with self._copy_stream(rows, ids):
             for row, offset in zip(rows, at.tolist(), strict=True):
                 row.copy_(torch.from_numpy(arena[offset : offset + rows.shape[1]]), non_blocking=True)
             for layer, start in self._starts(group):
@@ -132,14 +131,21 @@ class LayerPages:
     def _staging(self, group: int, count: int) -> torch.Tensor:
         return torch.empty((count, self.forms[group].page_bytes), dtype=torch.uint8, device=self.device)
 
-    def _follow(self, *tensors: torch.Tensor) -> None:
-        """Make the copy stream wait for earlier work on the model's stream. Keep the memory of `tensors` until the
-        copies are done.
+    @contextmanager
+    def _copy_stream(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """Run copies on the copy stream, after earlier work on the current stream. Keep the memory of `tensors` until
+        the copies are done. Does nothing on a CPU.
+
+        vLLM runs the model on a stream of its own, not on the default stream.
         """
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.default_stream(self.device))
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _mark(self) -> IsDone:
         if self._stream is None:

@@ -230,6 +230,11 @@ class SchedulerSide:
             self._next.ended.append(request.request_id)
 
     def reset(self) -> None:
-        """Give later requests other hashes, because the weights may have changed. The pages stored so far are not
-        found again."""
+        """Give requests other hashes, because the weights may have changed. The pages stored so far are not found
+        again. A request that already has computed tokens loads and stores nothing more: its KV may be of both weights.
+        """
         self._roots = Roots(f"{self._model} reset {secrets.token_hex(16)}")
+        for state in list(self._requests.values()):
+            self.finish(state.request)
+            if not state.request.num_computed_tokens:
+                self.add(state.request)

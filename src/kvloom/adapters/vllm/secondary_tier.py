@@ -159,6 +159,8 @@ class KvloomTier(SecondaryTierManager):
             result = call(job)
         except Exception:
             log.exception("job %s failed; its chunks are recomputed", job.job_id)
+            if job.is_promotion:
+                self._miss(job, job.keys)
             result = JobResult(job.job_id, success=False, successful_keys=())
         self._results.put(result)
         with self._changed:
@@ -209,8 +211,16 @@ class KvloomTier(SecondaryTierManager):
         for objects, at in zip(*self._batches(keys), strict=True):
             loaded[at] = self._pages.load(objects, self._copy(job.chunk_ids[at], to_tiers=False), deadline)
         complete, there = bool(loaded.all()), [keys[i] for i in np.flatnonzero(loaded).tolist()]
+        self._miss(job, [keys[i] for i in np.flatnonzero(~loaded).tolist()])
         took, size = time.monotonic() - job.submit_time, len(there) * self.block_size_bytes
         return JobResult(job.job_id, complete, None if complete else there, took, size)
+
+    def _miss(self, job: TransferJob, keys: Collection[OffloadKey]) -> None:
+        """Answer later lookups of the job's request for `keys` with MISS. Otherwise vLLM would load the same chunks
+        again and again."""
+        found = self._found.get(job.req_context.req_id)
+        if found is not None:
+            found.update(dict.fromkeys(keys, False))
 
     def _copy(
         self, chunk_ids: npt.NDArray[np.int64], to_tiers: bool
