@@ -115,6 +115,9 @@ class Terminal:
     def press(self, key: bytes) -> None:
         os.write(self._mine, key)
 
+    def close(self) -> None:
+        os.close(self._mine)
+
     def until(self, words: str) -> list[str]:
         """The lines of the last whole picture once it has these words; colours left out."""
         end = time.monotonic() + 30
@@ -145,6 +148,16 @@ def test_top_follows_the_terminal_size_and_quits_by_key(server: Running) -> None
         assert 50 < max(map(len, narrow)) <= 60
         terminal.press(b"q")
         assert terminal.process.wait(10) == 0
+    finally:
+        terminal.process.kill()
+
+
+def test_top_ends_with_its_terminal(server: Running) -> None:
+    terminal = Terminal(server.url)
+    try:
+        terminal.until("q quit")
+        terminal.close()
+        terminal.process.wait(30)
     finally:
         terminal.process.kill()
 

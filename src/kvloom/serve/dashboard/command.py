@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -144,10 +144,16 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([fd], [], [], seconds)
-        return os.read(fd, 1).decode(errors="replace") if ready else ""
+        if not ready:
+            return ""
+        try:
+            return os.read(fd, 1).decode(errors="replace") or "q"
+        except OSError:
+            return "q"  # the terminal was closed
 
     try:
         tty.setcbreak(fd)
         yield pressed
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
