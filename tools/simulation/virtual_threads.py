@@ -293,7 +293,7 @@ class VirtualThreads:
                     changed.append((module, name, value))
                     setattr(module, name, locks[value])
         wall = WallClock.__dict__["now"]
-        WallClock.now = staticmethod(self.clock)  # type: ignore[assignment]
+        WallClock.now = staticmethod(self.clock)
         try:
             yield self
         finally:
@@ -321,7 +321,7 @@ class _Lock:
                 raise DeadlockError(f"{me.name} acquires a lock that it already has")
             self._depth += 1
             return True
-        deadline = None if timeout is None or timeout < 0 else world.now + timeout
+        deadline = None if timeout < 0 else world.now + timeout
         while self._owner is not None:
             if not blocking:
                 return False
@@ -329,7 +329,7 @@ class _Lock:
             woken = world.block(deadline)
             if me in self._waiters:
                 self._waiters.remove(me)
-            if not woken and self._owner is not None and deadline is not None and world.now >= deadline:
+            if not woken and deadline is not None and world.now >= deadline and self.locked():
                 return False
         self._owner, self._depth = me, 1
         return True
