@@ -33,6 +33,7 @@ import kvloom.engine.offload.open_tiers as open_tiers_module
 from kvloom.core import CacheControl, CheckpointPolicy, KVCache, Pin, PoolLayout, Tenant
 from kvloom.engine import Engine, EngineConfig, OffloadConfig, Request, SamplingParams
 from kvloom.engine.execution.kv_memory import KVMemory
+from kvloom.kernels.copy import copy_pages
 from kvloom.tiers import DiskConfig, DiskTier, OpenTier
 from kvloom.tiers.remote import RemoteConfig, store_tier
 
@@ -288,9 +289,12 @@ class EngineWorld:
         self._collect()
         if self.outcome.steps % CHECK_STEPS == 0:
             self.check()
-        if self.threads.errors:
-            name, error = self.threads.errors[0]
-            raise InvariantError(f"the thread {name} ended with {error!r}") from error
+        self._check_threads()
+
+    def _check_threads(self) -> None:
+        """Raise InvariantError if an exception ended a thread."""
+        for name, why in self.threads.errors:
+            raise InvariantError(f"the thread {name} ended with {why!r}") from why
 
     def _collect(self) -> None:
         """Verify new tokens, and remove finished requests."""
@@ -441,9 +445,7 @@ class EngineWorld:
         self.threads.sleep(120)
         if self.threads.alive:
             raise InvariantError(f"threads run after close: {self.threads.alive}")
-        if self.threads.errors:
-            name, error = self.threads.errors[0]
-            raise InvariantError(f"the thread {name} ended with {error!r}") from error
+        self._check_threads()
 
     def _check_host(self, offload: Any) -> None:
         """Check that no page of host memory is leased, once all transfers have ended."""
@@ -504,8 +506,6 @@ def _replaced(scenario: Scenario, threads: VirtualThreads, world: list[EngineWor
         if world:
             return world[0].faults
         return pending[0]
-
-    copy_pages = engine_module.copy_pages
 
     def faulty_copy(buffer: Any, stride: int, source: Any, target: Any) -> None:
         if world and world[0].faults.happens("copy_fail"):

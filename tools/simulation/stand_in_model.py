@@ -32,7 +32,7 @@ _STATE = (Field("hash", (2,), "fp64"), Field("length", (1,), "fp64"))
 
 
 def _tokens(kind: str = "full", size: int | None = None) -> LayerSpec:
-    return LayerSpec("token", _PAIR, Visibility(kind) if size is None else Visibility(kind, size))  # type: ignore[arg-type]
+    return LayerSpec("token", _PAIR, Visibility(kind) if size is None else Visibility(kind, size))
 
 
 LAYERS: dict[str, dict[str, LayerSpec]] = {
