@@ -29,7 +29,7 @@ import numpy as np
 from .chaos import Server, free_port
 
 KEYS = {
-    f"key-{name}": {"tenant": name, "weight": weight}
+    f"load-key-{name}": {"tenant": name, "weight": weight}
     for name, weight in (("a", 1), ("b", 1), ("c", 2), ("d", 4))
 }
 MAX_GROWTH = 0.15
@@ -179,9 +179,15 @@ class Load:
                 with suppress(aiohttp.ClientError, OSError):
                     headers = {"Authorization": f"Bearer {sorted(KEYS)[0]}"}
                     async with session.get(f"{server.url}/v1/models", headers=headers) as answer:
-                        if answer.status == 200:
-                            self.model = (await answer.json())["data"][0]["id"]
+                        listed = await answer.json() if answer.status == 200 else None
+                    async with session.get(f"{server.url}/health") as answer:
+                        if listed is not None and answer.status == 200:  # the engine has loaded its model
+                            self.model = listed["data"][0]["id"]
                             break
+                assert server.process is not None
+                if server.process.poll() is not None:
+                    text = await asyncio.to_thread(server.log.read_text)
+                    raise RuntimeError(f"the server did not start: {text[-500:]}")
                 if time.monotonic() > until:
                     raise TimeoutError("the server does not answer")
                 await asyncio.sleep(0.2)
