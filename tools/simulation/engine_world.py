@@ -468,7 +468,7 @@ class EngineWorld:
 
 
 def _kv_memory(model: StandInModel, config: EngineConfig, draft: Any = None, lora: Any = None) -> KVMemory:
-    """Allocate the pool of the stand-in model. Its bytes are random, because new memory is not zero."""
+    """Allocate the pool of the stand-in model. Its bytes are not zero, like those of new memory on a GPU."""
     layout = PoolLayout.build(LAYERS[model.kind], config.block_tokens)
     assert config.pool_bytes is not None
     assert config.max_running is not None
