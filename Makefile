@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster docs lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster docs lint format plan serve bench lock sbom fuzz simulate chaos load clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -165,6 +165,15 @@ fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECO
 	while [ $$(date +%s) -lt $$end ]; do \
 		KVLOOM_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m hypothesis --hypothesis-seed=$$(date +%s) || exit 1; \
 	done
+
+simulate: setup ## the engine and its tiers on a virtual clock, with faults: SIMULATE="--seeds 1000 --seconds 3600"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.simulation $(SIMULATE)
+
+chaos: setup ## kills, stops, partitions and spoiled disks on real processes, 10 minutes: CHAOS="--seconds 60 --seed 1"
+	$(BIN)/python -m tools.stress.chaos $(CHAOS)
+
+load: setup ## 2,000 open streams on one server, 30 minutes: LOAD="--seconds 300 --streams 500"
+	$(BIN)/python -m tools.stress.load $(LOAD)
 
 clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

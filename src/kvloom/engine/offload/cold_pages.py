@@ -150,13 +150,16 @@ class ColdPages:
         """Copy the pages of a long request to host memory, so that a later request can resume at its end. Call this
         method before the sequence is closed.
 
-        Does nothing if the request stores no pages, or if host memory is full. If a copy fails, no error is raised, and
-        later requests recompute the pages.
+        Does nothing if the request stores no pages, or if host memory is full. Does nothing either if the sequence has
+        no state yet: it has computed no token since it was opened. If a copy fails, no error is raised, and later
+        requests recompute the pages.
         """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         position = sequence.length
         if not self._keeps(request) or sequence.state_length != position or position > len(request.tokens):
+            return
+        if cache.has_states and not cache.state_pages[:, sequence.row].all():
             return
         with suppress(RuntimeError):
             full = position // cache.block_tokens

@@ -9,6 +9,7 @@ which pages a prompt needs (`core.LoadPlan`). This module does not depend on tok
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Collection, Sequence as Many
@@ -48,6 +49,7 @@ from .tier_loader import TierLoader
 
 __all__ = ["OffloadManager", "Step", "WatchedTier"]
 
+log = logging.getLogger("kvloom.tiers")
 MAX_PREFETCH_JOBS = 64
 """The pages of queued requests are prefetched only while there are fewer load jobs than this."""
 IDLE_WAIT_SECONDS = 0.002
@@ -442,11 +444,14 @@ class OffloadManager:
 
     def close(self, timeout: float = 10.0, keep: bool = True) -> None:
         """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers. Takes at
-        most `timeout` seconds.
+        most `timeout` seconds. If the device fails, the tiers are closed without the queued pages.
         """
         deadline = time.monotonic() + timeout
         if keep:
-            self.flush()
+            try:
+                self.flush()
+            except RuntimeError as error:
+                log.warning("the last pages are not offloaded, because a copy failed: %s", error)
         while self._store.busy and time.monotonic() < deadline:
             time.sleep(0.001)
             self._store.poll()

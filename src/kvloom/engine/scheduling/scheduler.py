@@ -218,7 +218,14 @@ class Scheduler:
         if self._shares and prompts:
             prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
             least = self._queue.tenant_queue(prompts[0]).turn
+            sequences = [request.sequence for request in prompts]
             budget = self._admit_waiting(budget, picked, places, next_blocks, empty, least)
+            # A request that was preempted and admitted again has a new sequence, and its work is already picked.
+            prompts = [
+                request
+                for request, before in zip(prompts, sequences, strict=True)
+                if request.sequence is before
+            ]
         for request in prompts:
             if request.sequence is None:
                 continue  # preempted for a request before it in this step
