@@ -266,16 +266,20 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         """Raise ValueError for settings that several ranks do not support."""
         count = self.tensor_parallel
-        for key, given in {
-            "tiers": bool(self.tiers),
-            "draft": bool(self.draft_model or self.head),
-            "lora": self.uses_lora,
-            "elastic pool": self.max_pool_bytes is not None,
-            "static scales": self.kv_scales != "dynamic",
-            "batch_invariant": self.batch_invariant,
-        }.items():
-            if count > 1 and given:
-                raise ValueError(refused(f"tensor parallel, {key}", count=count))
+        if count == 1:
+            return
+        if self.tiers:
+            raise ValueError(refused("tensor parallel, tiers", count=count))
+        if self.draft_model or self.head:
+            raise ValueError(refused("tensor parallel, draft", count=count))
+        if self.uses_lora:
+            raise ValueError(refused("tensor parallel, lora", count=count))
+        if self.max_pool_bytes is not None:
+            raise ValueError(refused("tensor parallel, elastic pool", count=count))
+        if self.kv_scales != "dynamic":
+            raise ValueError(refused("tensor parallel, static scales", count=count))
+        if self.batch_invariant:
+            raise ValueError(refused("tensor parallel, batch_invariant", count=count))
 
     def _check_proposers(self) -> None:
         parts = self.proposers

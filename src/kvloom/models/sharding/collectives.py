@@ -45,6 +45,10 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
     vars(model)["ranks"] = ranks
 
 
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear
+
+
 def _is_experts(module: Any) -> bool:
     return isinstance(module.down_proj, torch.Tensor) and module.down_proj.dim() == 3
 
@@ -61,7 +65,7 @@ class _SummedLinear(nn.Linear):
 def _spans_ranks(own: Any, whole: Any) -> bool:
     """Return whether a module is a norm over values of several ranks. A norm over groups of values is not, if each
     rank has whole groups."""
-    if "Norm" not in type(own).__name__ or own.weight.dim() != 1:
+    if "Norm" not in type(own).__name__ or own.weight.dim() != 1 or "weight" in dict(own.named_buffers()):
         return False
     sizes = [getattr(each, "group_size", None) for each in (own, whole)]
     if sizes[0] is None:
@@ -97,9 +101,8 @@ def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
 def _split_head(model: Any, ranks: Ranks) -> None:
     """Let each rank compute the logits of a part of the vocabulary. If the vocabulary cannot be divided, every rank
     computes all logits."""
-    head: Any = model.get_output_embeddings()
-    shard = ranks.shard
-    if type(head) is not nn.Linear or head.out_features % shard.count:
+    head, shard = model.get_output_embeddings(), ranks.shard
+    if not _is_linear(head) or head.out_features % shard.count:
         return
     size = head.out_features // shard.count
     part = slice(shard.rank * size, (shard.rank + 1) * size)

@@ -21,8 +21,9 @@ from .ranks import Shard
 __all__ = ["Cuts", "find_cuts"]
 
 Range = tuple[int, int]
-COMPUTED = ("mup_vector",)
-"""Buffers that a mixer computes from the sizes of its parts, also on a rank."""
+COMPUTED = ("mup_vector", "layernorm.weight")
+"""Buffers that a mixer computes from the sizes of its parts, also on a rank. The norms of Falcon Mamba have weights of
+ones."""
 
 
 class Cuts:
@@ -62,7 +63,7 @@ def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
                 parts = _parts(whole, own, name, tensor, axis)
                 ranges.setdefault(name, {})[axis] = _ranges(name, tensor, other, axis, parts, shard)
     kept = {name for name, _ in whole.named_parameters()} | set(whole.state_dict())
-    lost = [name for name in ranges if name not in kept and name.rpartition(".")[2] not in COMPUTED]
+    lost = [name for name in ranges if name not in kept and not name.endswith(COMPUTED)]
     if lost:
         raise ModelError(f"{lost[0]} depends on the number of heads and is not a weight, so it cannot be cut")
     for name, axes in ranges.items():
@@ -141,15 +142,24 @@ def _part_sizes(owner: Any, leaf: str, axis: int) -> Sequence[int]:
             return [inner, inner, *both, owner.num_heads]
     elif inner and states and leaf == "in_proj":  # Mamba: x and the gate
         return [inner, inner]
-    elif hasattr(owner, "key_dim") and hasattr(owner, "value_dim") and leaf in ("conv1d", "in_proj_qkv"):
+    elif hasattr(owner, "key_dim") and hasattr(owner, "value_dim") and leaf in JOINED:
         return [owner.key_dim, owner.key_dim, owner.value_dim]
+    elif hasattr(owner, "qkv_dim") and leaf == "conv1d":  # Kimi Linear
+        return [owner.qkv_dim] * 3
     elif leaf in ("qkv_proj", "Wqkv") and hasattr(owner, "num_key_value_groups"):
         config = owner.config
         heads, shared = config.num_attention_heads, config.num_key_value_heads
         return [heads * owner.head_dim, *[shared * owner.head_dim] * 2]
+    elif leaf in JOINED and not (inner and states) and not hasattr(owner, "slope_rate"):
+        raise ModelError(
+            f"the parts of {leaf} in {type(owner).__name__} are not known, so it cannot be divided between ranks"
+        )
     return ()
 
 
+JOINED = ("conv1d", "in_proj", "in_proj_qkv", "qkv_proj", "Wqkv", "query_key_value")
+"""Weights of mixers and attention modules that join several parts in most families. One whose parts are not known is
+refused. In the mixer of MiniMax (`slope_rate`) the parts of a head are adjacent."""
 GATES = ("gate_up_proj", "gate_up_proj_bias", "up_gate_proj", "input_linear")
 """Weights with the gate and the up-projection of an MLP."""
 
