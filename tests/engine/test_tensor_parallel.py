@@ -195,6 +195,20 @@ def test_a_killed_rank_stops_the_group_with_an_error(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_of_a_checkpoint_are_cut_while_they_are_read(tmp_path: Path) -> None:
+    """transformers joins the experts of the checkpoint to one weight, which is then cut."""
+    made("qwen3_moe").save_pretrained(tmp_path)
+    prompts = prompts_of(3)
+    llm = LLM(str(tmp_path), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        found = llm.generate(prompts, GREEDY)
+    finally:
+        llm.close()
+    wanted = expected(made("qwen3_moe"), prompts)
+    assert [[*p, *r.outputs[0].token_ids] for p, r in zip(prompts, found, strict=True)] == wanted
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_stops_the_group_in_time(folder: Path) -> None:
     llm = LLM(str(folder), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL, rank_seconds=3)
     assert llm.engine.group is not None
@@ -207,6 +221,25 @@ def test_a_rank_that_hangs_stops_the_group_in_time(folder: Path) -> None:
     finally:
         llm.close()
     assert rank.poll() is not None
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_stops_the_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks may be inside the step, so a later step would sum values of two steps."""
+    llm = LLM(str(folder), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine.runner, "_forward", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts_of(3), GREEDY)
+        with pytest.raises(RankError, match="a step failed on rank 0"):
+            llm.generate(prompts_of(3), GREEDY)
+    finally:
+        llm.close()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

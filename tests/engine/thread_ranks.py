@@ -83,6 +83,9 @@ class ThreadRanks:
         for queue in self._queues:
             queue.put(data)
 
+    def fail(self, reason: str) -> None:
+        self.errors.append(RuntimeError(reason))
+
     def close(self) -> None:
         for queue in self._queues:
             queue.put(None)

@@ -29,6 +29,7 @@ from kvloom.models.paged import (
     Image,
     ImageInputs,
     TokenMover,
+    Work,
     runs_separately,
     separation_reason,
 )
@@ -748,7 +749,7 @@ class Engine:
             for i, (request, _) in enumerate(work)
             if request.params.pooling is not None and request.computed < len(request.prompt)
         ]
-        logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
+        logits = self._run_model([part for _, part in work], ready, with_prompt_logprobs, pooled)
         drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
         rows_of = np.concatenate(
             ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
@@ -790,6 +791,18 @@ class Engine:
             embeddings,
             drafts if speculates else (),
         )
+
+    def _run_model(
+        self, works: Many[Work], wanted: Many[int], whole: Many[int], pooled: Many[int]
+    ) -> torch.Tensor:
+        """Run the model on the work of a step. If this fails on rank 0, the other ranks may be inside the step, so
+        the group cannot continue."""
+        try:
+            return self.runner.run(works, wanted, whole, pooled)
+        except BaseException as error:
+            if self.group is not None:
+                self.group.fail(f"a step failed on rank 0 ({type(error).__name__})")
+            raise
 
     def _move_tokens(self, moved: list[MovedToken]) -> None:
         """Move the K and V of accepted tokens of draft trees to the slots of their positions. Pending copies of pages

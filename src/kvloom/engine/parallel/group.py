@@ -185,6 +185,10 @@ class RankGroup:
         """Let all ranks capture their CUDA graphs."""
         self._send(Prepare())
 
+    def fail(self, reason: str) -> None:
+        """Record why the group cannot continue. Every later step raises RankError."""
+        self._failure = self._failure or reason
+
     def close(self) -> None:
         """End the processes of all ranks. Waits up to CLOSE_SECONDS."""
         self._is_closing = True
@@ -213,7 +217,7 @@ class RankGroup:
             for link in self._sockets:
                 link.sendall(len(body).to_bytes(LENGTH_BYTES, "little"))
         except (OSError, TimeoutError) as error:
-            self._failure = self._failure or f"a rank does not read its steps ({error})"
+            self.fail(f"a rank does not read its steps ({error})")
             self._check()
 
     def _check(self) -> None:
@@ -260,7 +264,7 @@ class RankGroup:
                     message = _decoder.decode(_receive_frame(self._sockets[number - 1]))
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
-                self._failure = reason
+                self.fail(reason)
                 if self.ranks is not None and self._device.type == "cuda":
                     self.ranks.abort()
                 if self.on_failure is not None:
