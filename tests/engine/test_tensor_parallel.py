@@ -189,7 +189,7 @@ def test_a_killed_rank_stops_the_group_with_an_error(folder: Path) -> None:
             began = time.monotonic()
             with pytest.raises(RankError, match=r"has stopped|restart the engine"):
                 llm.generate(prompts, GREEDY)
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < 55  # less than `rank_seconds`
     finally:
         llm.close()
 
