@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.models.loading import loader
 from kvloom.models.sharding import RankError, Shard, find_cuts, shard_config
 from kvloom.models.specs import ModelError
 from tests.engine.thread_ranks import parallel_engine
@@ -56,7 +57,7 @@ def generate(engine: Engine, prompts: list[list[int]], params: SamplingParams = 
     return [list(sample.tokens) for request in requests for sample in request.family]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
     model, prompts = made(family), prompts_of(3)
@@ -164,6 +165,18 @@ def test_settings_that_ranks_do_not_support_are_refused(settings: dict[str, Any]
 def test_a_loaded_model_is_refused() -> None:
     with pytest.raises(ValueError, match="give the model's folder"):
         make_engine(tiny("llama"), POOL, tensor_parallel=2)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = config_of("llama")
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ModelError, match="quantised weights are stored in blocks"):
+        shard_checkpoint(str(tmp_path), config)
+
+
+def shard_checkpoint(model: str, config: Any) -> None:
+    """Load a rank's part. Fails before the rank is used."""
+    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
