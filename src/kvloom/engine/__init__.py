@@ -13,6 +13,8 @@
     encoding/             encode workers: image embeddings by hash
     image_prompts.py      prompts of text and images, by the model's processor
     adapter_table.py      AdapterTable: LoRA adapters by name, and their slots on the device
+    parallel/             tensor parallelism: a process for each rank
+    target_runner.py      target_runner: the runner of the model, equal on all ranks
     preflight.py          check_engine: refuses settings before anything is loaded
     calibration.py        calibrate: static scales for int8 and fp8
     *_command.py          `kvloom generate`, `kvloom calibrate`
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .llm import LLM, Completion, Delta, Result
     from .offload import Action, OffloadManager, open_offload, opened_tiers
     from .options import add_engine_arguments, engine_settings
+    from .parallel import RankGroup, load_ranks
     from .preflight import check_engine, check_model
     from .request import Request
     from .sampling import (
@@ -65,6 +68,7 @@ __all__ = [
     "Logprob",
     "OffloadConfig",
     "OffloadManager",
+    "RankGroup",
     "Request",
     "Result",
     "Role",
@@ -79,6 +83,7 @@ __all__ = [
     "engine_config",
     "engine_settings",
     "load_processor",
+    "load_ranks",
     "open_encoder",
     "open_offload",
     "opened_tiers",
@@ -95,6 +100,7 @@ _MODULES = {
     "llm": ("LLM", "Completion", "Delta", "Result"),
     "offload": ("Action", "OffloadManager", "open_offload", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),
+    "parallel": ("RankGroup", "load_ranks"),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),
     "sampling": (

@@ -79,6 +79,12 @@ class EngineConfig:
     """An elastic pool unmaps slabs without pages after this many seconds without a request."""
     memory_fraction: float = 0.9
     """Fraction of the device's memory that weights, steps and the pool may use together."""
+    tensor_parallel: int = 1
+    """Number of ranks that compute the model together. Each rank has a process and a device, a part of the weights,
+    and a part of every page. Sizes such as `pool_bytes` hold for each rank."""
+    rank_seconds: float = 60.0
+    """With `tensor_parallel`: longest time to wait for another rank in a step, in seconds. Afterwards the group
+    stops with an error."""
     block_tokens: int = 16
     """Tokens of a block, a power of two from 16 to 256."""
     eviction_policy: str = DEFAULT_POLICY
@@ -226,6 +232,11 @@ class EngineConfig:
         tokens = self.block_tokens
         if not 16 <= tokens <= 256 or tokens & (tokens - 1):
             raise ValueError(f"block_tokens {tokens} must be a power of two from 16 to 256")
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel {self.tensor_parallel} must be 1 or more")
+        if self.rank_seconds <= 0:
+            raise ValueError(f"rank_seconds {self.rank_seconds} must be positive")
+        self._check_parallel()
         sizes = (self.min_pool_bytes, self.pool_bytes, self.max_pool_bytes)
         given = [size for size in sizes if size is not None]
         if given != sorted(given):
@@ -254,6 +265,24 @@ class EngineConfig:
         if self.kv_events_key is not None and self.kv_events is None:
             raise ValueError("kv_events_key needs kv_events: give the address of the events, too")
         _ = self.event_settings, self.objective  # raise for invalid values
+
+    def _check_parallel(self) -> None:
+        """Raise ValueError for settings that several ranks do not support."""
+        count = self.tensor_parallel
+        if count == 1:
+            return
+        if self.tiers:
+            raise ValueError(refused("tensor parallel, tiers", count=count))
+        if self.draft_model or self.head:
+            raise ValueError(refused("tensor parallel, draft", count=count))
+        if self.uses_lora:
+            raise ValueError(refused("tensor parallel, lora", count=count))
+        if self.max_pool_bytes is not None:
+            raise ValueError(refused("tensor parallel, elastic pool", count=count))
+        if self.kv_scales != "dynamic":
+            raise ValueError(refused("tensor parallel, static scales", count=count))
+        if self.batch_invariant:
+            raise ValueError(refused("tensor parallel, batch_invariant", count=count))
 
     def _check_proposers(self) -> None:
         parts = self.proposers

@@ -26,10 +26,10 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import vision_fingerprint
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import (
-    DRAFT_STEP_TOKENS,
     Image,
     ImageInputs,
     TokenMover,
+    Work,
     runs_separately,
     separation_reason,
 )
@@ -39,8 +39,6 @@ from .adapter_table import AdapterTable, LoadedAdapter
 from .config import EngineConfig, Role
 from .encoding import RemoteEncoders
 from .execution import (
-    MAX_RUNNING,
-    TOKEN_BUDGET,
     HeadRunner,
     InflightStep,
     ModelRunner,
@@ -55,6 +53,7 @@ from .execution import (
     prompt_logprobs,
 )
 from .offload import OffloadManager, SessionHistory, open_offload
+from .parallel import RankGroup
 from .request import Request, SloState, token_ids
 from .sampling import (
     BeamSearch,
@@ -82,6 +81,7 @@ from .speculation import (
     load_head,
     longest_draft,
 )
+from .target_runner import draft_rows, target_runner, with_step_sizes
 
 if TYPE_CHECKING:
     from kvloom.events_wire import EventSettings, WirePublisher
@@ -91,11 +91,6 @@ __all__ = ["Engine"]
 STRONG_MATCH = 6
 """Shortest match, in tokens, with which a lookup proposer (ngram, suffix) makes a draft if another proposer follows
 it. After a shorter match, a draft model is more accurate."""
-MIN_DRAFT_ROWS = 64
-"""Smallest limit on the positions at which a step with drafts samples. The limit is higher if `max_running` requests
-with the longest drafts have more positions, up to `DRAFT_STEP_TOKENS`. It is never below `max_running`, so that each
-request can sample one token.
-"""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -109,16 +104,21 @@ class Engine:
     to finish all requests and close the tiers.
     """
 
-    def __init__(self, model: Any, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
-        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot be combined."""
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        """Allocate the pool and open the tiers. With tensor parallelism, `model` is the part of rank 0, and `group`
+        has the other ranks. The engine closes the group. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
+        if config.tensor_parallel > 1 and group is None:
+            raise ValueError(refused("tensor parallel, loaded model", count=config.tensor_parallel))
         self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
-        self.config = config = replace(
-            config,
-            token_budget=TOKEN_BUDGET[on_gpu] if config.token_budget is None else config.token_budget,
-            max_running=MAX_RUNNING[on_gpu] if config.max_running is None else config.max_running,
-        )
+        self.config = config = with_step_sizes(config, on_gpu)
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
@@ -143,26 +143,11 @@ class Engine:
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """The measurement from which the pool's size follows. None if the size was configured."""
-        draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
-        draft_rows = 0
-        if config.speculate != "off":
-            wanted = min(config.max_running * (1 + draft_length), DRAFT_STEP_TOKENS)
-            draft_rows = max(config.max_running, MIN_DRAFT_ROWS, wanted)
-        self.runner = ModelRunner(
-            model,
-            self.cache,
-            self.buffer,
-            config.token_budget,
-            config.max_running,
-            config.cuda_graphs,
-            memory.scales,
-            self.vision,
-            memory.batch_invariant,
-            2 * draft_rows,
-            draft_length=draft_length,
-            trees=config.tree_nodes > 0,
-            lora=slots,
-        )
+        self.runner = target_runner(model, memory, config, slots)
+        self.group = group
+        """The other ranks of a tensor-parallel engine. None on one rank."""
+        if group is not None:
+            group.attach(self.cache, self.runner)
         if self.adapters is not None:
             self.runner.find_adapter_layers()
             self.adapters.check_all()
@@ -201,7 +186,7 @@ class Engine:
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
             self.speculation = Speculation(
-                self._proposers(draft), config.draft_tokens, self.eos, draft_rows, config.tree_nodes
+                self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
             )
         self._token_mover = TokenMover(self.cache, self.buffer)
         self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
@@ -701,6 +686,8 @@ class Engine:
         if self.events is not None:
             self.events.close()
             self.events = None
+        if self.group is not None:
+            self.group.close()
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
         """Return whether the host must have the tokens of a step before it can schedule the next step. It must while
@@ -766,7 +753,7 @@ class Engine:
             for i, (request, _) in enumerate(work)
             if request.params.pooling is not None and request.computed < len(request.prompt)
         ]
-        logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
+        logits = self._run_model([part for _, part in work], ready, with_prompt_logprobs, pooled)
         drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
         rows_of = np.concatenate(
             ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
@@ -809,6 +796,18 @@ class Engine:
             drafts if speculates else (),
         )
 
+    def _run_model(
+        self, works: Many[Work], wanted: Many[int], whole: Many[int], pooled: Many[int]
+    ) -> torch.Tensor:
+        """Run the model on the work of a step. If this fails on rank 0, the other ranks may be inside the step, so
+        the group cannot continue."""
+        try:
+            return self.runner.run(works, wanted, whole, pooled)
+        except BaseException as error:
+            if self.group is not None:
+                self.group.fail(f"a step failed on rank 0 ({type(error).__name__})")
+            raise
+
     def _move_tokens(self, moved: list[MovedToken]) -> None:
         """Move the K and V of accepted tokens of draft trees to the slots of their positions. Pending copies of pages
         run first, because the block tables already contain the target pages of these copies."""
@@ -831,6 +830,8 @@ class Engine:
         try:
             while self._copies:
                 copies = self._copies[0]
+                if self.group is not None:
+                    self.group.copy(copies)
                 copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
                 del self._copies[0]
         finally:

@@ -22,7 +22,7 @@ import torch
 
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, Objective, Pin
-from kvloom.models.loading import LoadFormat, choose_device, load
+from kvloom.models.loading import LoadFormat, choose_device
 from kvloom.models.specs import folder_of
 
 from .config import engine_config
@@ -31,6 +31,7 @@ from .engine import Engine
 from .execution import default_token_budget, use_threads
 from .image_prompts import encode_image_prompt, load_processor
 from .offload import opened_tiers
+from .parallel import load_ranks
 from .preflight import check_engine
 from .request import Request
 from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
@@ -116,7 +117,7 @@ class LLM:
     ) -> None:
         config = engine_config(**settings)
         self.tokenizer, self.processor = tokenizer, processor
-        self._folder = folder_of(model) if isinstance(model, str) else None
+        self._folder, group = folder_of(model) if isinstance(model, str) else None, None
         if self._folder is not None:
             where = None if device is None else str(device)
             asked = str(dtype).removeprefix("torch.")
@@ -124,13 +125,17 @@ class LLM:
             chosen = choose_device(device)
             if dtype == "auto" and chosen.type == "cpu" and self._folder != model:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
+            if config.token_budget is None:
+                config = replace(config, token_budget=default_token_budget(chosen))
             with opened_tiers(config.tiers) as opened:  # checked before minutes of loading
-                model, found = load(self._folder, dtype, chosen, load_format, progress)
+                model, found, group = load_ranks(
+                    self._folder, config, dtype, chosen, load_format, progress, threads
+                )
             config = replace(config, tiers=opened)
             self.tokenizer = tokenizer or found
-        if config.token_budget is None:
+        elif config.token_budget is None:
             config = replace(config, token_budget=default_token_budget(next(model.parameters()).device))
-        self.engine = Engine(model, config, self.tokenizer)
+        self.engine = Engine(model, config, self.tokenizer, group)
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)
         self._prepare(progress)

@@ -21,6 +21,7 @@ from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
+from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
@@ -105,7 +106,9 @@ def allocate_kv_memory(
             lora,
         )
         pool_bytes = budget.pool
-    slabs = layout.slabs_in(pool_bytes)
+    slabs, ranks = layout.slabs_in(pool_bytes), ranks_of(model)
+    if ranks is not None:
+        slabs = ranks.smallest(slabs)  # page ids must be valid on every rank
     if slabs < 2:
         raise ValueError(
             f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {layout.slab_bytes:,} bytes"

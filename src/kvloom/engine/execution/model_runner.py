@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,13 +36,14 @@ from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work, runs_separately
+from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
 from .piecewise_graphs import PiecewiseGraphs, uncollected
 
-__all__ = ["ModelRunner", "graph_sizes"]
+__all__ = ["Mirror", "ModelRunner", "graph_sizes"]
 
 
 MIN_SHARERS = 4
@@ -60,6 +61,16 @@ def graph_sizes(rows: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+
+
+class Mirror(Protocol):
+    """Repeats the calls of a runner on the other ranks of a tensor-parallel group."""
+
+    def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
+        """Let the other ranks call `ModelRunner.run`. Does not wait."""
+
+    def capture(self) -> None:
+        """Let the other ranks call `ModelRunner.capture`. Does not wait."""
 
 
 class ModelRunner:
@@ -90,6 +101,9 @@ class ModelRunner:
         bit-identical results in every batch (CUDA only). `graphs` allows CUDA graphs.
         """
         self.model, self.device, self.vision = model, buffer.device, vision
+        self.mirror: Mirror | None = None
+        """Repeats every step on the other ranks. None on one rank, and on every rank but 0."""
+        self._ranks = ranks_of(model)
         separate = runs_separately(model)
         if not separate:
             fuse(model, 0 if vision is not None else cache.max_tokens)
@@ -201,6 +215,10 @@ class ModelRunner:
         rows are the logits after every token of the works `whole`. The hidden states of the works `pooled` are stored
         in `hidden_states`.
         """
+        if self.mirror is not None:
+            self.mirror.run(works, wanted, whole, pooled)
+        if self._ranks is not None and any(work.source >= 0 for work in works):
+            self._ranks.share(self.chosen)
         has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
@@ -357,6 +375,8 @@ class ModelRunner:
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph. The largest graph is captured first, because the others reuse its memory."""
+        if self.mirror is not None:
+            self.mirror.capture()
         kinds = (False,) if self._lora is None else (False, True)
         wanted = [(size, False, adapted) for adapted in kinds for size in reversed(self._sizes)]
         if self._shared_column is not None:

@@ -15,6 +15,8 @@ from .loader import (
     load_vision,
     progress_bars,
     refusal,
+    shard_model,
+    sharding_refusal,
     transformers_config,
 )
 
@@ -27,6 +29,8 @@ __all__ = [
     "model_fingerprint",
     "progress_bars",
     "refusal",
+    "shard_model",
+    "sharding_refusal",
     "transformers_config",
     "vision_fingerprint",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kvloom.models.paged import prepare, refusal_reason, replace_up_projections
+from kvloom.combinations import refused
+from kvloom.models.paged import prepare, refusal_reason, replace_up_projections, separation_reason
+from kvloom.models.sharding import (
+    Cuts,
+    Ranks,
+    Shard,
+    check_pages,
+    find_cuts,
+    install_collectives,
+    shard_config,
+)
 from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
 from kvloom.models.vision import VISION_FAMILIES
 
@@ -35,6 +46,8 @@ __all__ = [
     "load_vision",
     "progress_bars",
     "refusal",
+    "shard_model",
+    "sharding_refusal",
     "transformers_config",
 ]
 
@@ -68,9 +81,10 @@ def load(
     load_format: LoadFormat = "auto",
     progress: bool = False,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one.
+    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function.
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
@@ -78,7 +92,9 @@ def load(
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
     with progress_bars(progress):
-        if load_format == "random":
+        if ranks is not None:
+            loaded = _shard(model, config, kind, where, load_format, seed, ranks)
+        elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
             loaded = _weights(model, config, kind, where)
@@ -366,6 +382,99 @@ def _reading_by_tensor() -> Iterator[None]:
         yield
     finally:
         modeling_utils.safe_open = own
+
+
+def _shard(
+    model: str,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+    seed: int,
+    ranks: Ranks,
+) -> Any:
+    """Return the part of a model that a rank computes. From a checkpoint, one weight at a time is read and cut.
+    Random weights are generated for the whole model first, so that all ranks have parts of the same model."""
+    if is_gguf(model) or quantisation_method(config) is not None:
+        raise ModelError(f"{model}: {refused('tensor parallel, quantised weights')}")
+    if load_format == "random":
+        return shard_model(_random(config, dtype, device, seed), ranks)
+    cls, own = language_model_class(config)
+    whole, part, cuts = _plan_shard(cls, own, ranks.shard)
+    with _cut_weights(cuts):
+        loaded = _weights(model, part.config, dtype, device)
+    install_collectives(loaded, whole, cuts, ranks)
+    return loaded
+
+
+@torch.no_grad()
+def shard_model(model: Any, ranks: Ranks) -> Any:
+    """Return the part of a loaded model that a rank computes, as a new model. Every rank must call this function.
+    Raises ModelError if the model cannot be divided."""
+    whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
+    part.to_empty(device=next(model.parameters()).device)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+        tensor.data = cuts.cut(name, tensors[name].data).clone()
+    install_collectives(part, whole, cuts, ranks)
+    return part.eval().requires_grad_(False)
+
+
+def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
+    """Return the whole model and the part of a rank, both without data, and how weights are cut. Raises ModelError if
+    the model cannot be divided."""
+    whole = _meta_model(cls, config)
+    reason = sharding_refusal(config, whole)
+    if reason is not None:
+        raise ModelError(f"{cls.__name__}: {reason}")
+    part = _meta_model(cls, shard_config(config, shard.count))
+    specs = [model_spec(each.config.to_dict()).layers for each in (whole, part)]
+    check_pages(specs[0], specs[1], shard.count, config.model_type)
+    cuts = find_cuts(whole, part, shard)
+    probed = _meta_model(cls, part.config)
+    prepare(probed)
+    try:
+        examine(probed, lambda: specs[1])
+    except ModelError as error:
+        raise ModelError(
+            f"{cls.__name__} cannot be divided between {shard.count} ranks, because a layer computes with all heads at "
+            f"once, or derives the size of a head from their number: {error}"
+        ) from error
+    return whole, part, cuts
+
+
+def sharding_refusal(config: Any, model: Any) -> str | None:
+    """Return the reason why a model cannot be divided between ranks, or None. `model` is the whole model, with or
+    without data."""
+    if config.model_type in VISION_FAMILIES:
+        return refused("tensor parallel, images")
+    if separation_reason(model) is not None:
+        return refused("tensor parallel, own cache", model=type(model).__name__)
+    return None
+
+
+@contextmanager
+def _cut_weights(cuts: Cuts) -> Iterator[None]:
+    """Let transformers cut each weight when it has read it. Weights are read one after the other, so that at most one
+    whole weight is in memory. Not safe while another thread loads a model."""
+    from transformers import core_model_loading
+
+    original, variable = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(variable)
+
+    def set_cut(model: Any, name: str, weight: torch.Tensor, *rest: Any) -> Any:
+        return original(model, name, cuts.cut(name, weight), *rest)
+
+    core_model_loading.set_param_for_module = set_cut
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = original
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

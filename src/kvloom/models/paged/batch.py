@@ -278,6 +278,11 @@ class BatchBuilder:
         self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
 
     @property
+    def is_mirrored(self) -> bool:
+        """Whether the device has its own copy of the block tables, which follows their changes."""
+        return self._mirrored
+
+    @property
     def supports_trees(self) -> bool:
         """Whether replayed steps with drafts may have trees."""
         return self._tree_columns > 0

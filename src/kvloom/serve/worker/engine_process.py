@@ -111,8 +111,8 @@ class _Sender:
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Objective, Tenant
-    from kvloom.engine import Engine, engine_config, opened_tiers, use_threads
-    from kvloom.models.loading import choose_device, load
+    from kvloom.engine import Engine, engine_config, load_ranks, opened_tiers, use_threads
+    from kvloom.models.loading import choose_device
 
     device = choose_device(start.device)
     use_threads(start.threads)
@@ -123,17 +123,27 @@ def load_engine(start: Start) -> Engine:
     with opened_tiers(
         config.tiers
     ) as tiers:  # errors of tiers are reported before the model loads, which may take minutes
-        model, tokenizer = load(
+        model, tokenizer, group = load_ranks(
             start.model,
+            config,
             start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
             device,
             load_format=start.load_format,
             progress=start.progress,
+            threads=start.threads,
         )
     config = replace(config, tiers=tiers)
-    engine = Engine(model, config, tokenizer)
+    engine = Engine(model, config, tokenizer, group)
+    if group is not None:
+        group.on_failure = _exit
     _warm_up(engine, start.progress)
     return engine
+
+
+def _exit(reason: str) -> None:
+    """End the process because a rank has stopped. The API process then starts a new engine."""
+    print(f"tensor parallel: {reason}; the engine restarts", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _warm_up(engine: Engine, progress: bool) -> None:

@@ -1,0 +1,286 @@
+"""The ranks of a tensor-parallel engine, as rank 0 sees them. Starts a process for each other rank, and sends it every
+step.
+
+    RankGroup(…)  start the processes      connect()  sums between ranks work      attach(…)  steps are sent
+
+If a rank stops, the next call raises RankError. A rank ends when rank 0 closes its socket, also if rank 0 crashes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence as Many
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from kvloom.core import CopyBatch, KVCache
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.execution import ModelRunner
+from kvloom.models.loading import LoadFormat, load
+from kvloom.models.paged import Work
+from kvloom.models.sharding import RankError, Ranks, Shard
+
+from .messages import CopyPages, Failed, FromRank, Prepare, RankStart, Ready, Started, StepWriter, ToRank
+from .step_channel import StepChannel, create_memory
+
+__all__ = ["RankGroup", "load_ranks"]
+
+SETTINGS = (
+    *("pool_bytes", "memory_fraction", "tensor_parallel", "rank_seconds", "block_tokens", "checkpoint_every"),
+    *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
+)
+"""Settings that every rank must know."""
+START_SECONDS = 1800.0
+"""Longest time until a rank has loaded its weights."""
+CLOSE_SECONDS = 5.0
+LENGTH_BYTES = 8
+Message = TypeVar("Message", Started, Ready)
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Return the device of a rank, if rank 0 uses `device`. GPUs have consecutive numbers."""
+    return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
+
+
+def load_ranks(
+    model: str,
+    config: EngineConfig,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    progress: bool = False,
+    threads: int | None = None,
+) -> tuple[Any, Any, RankGroup | None]:
+    """Load a model, its tokenizer or None, and with tensor parallelism the part of rank 0 and the group of the other
+    ranks. The arguments are those of `load`. The caller passes the group to the engine."""
+    if config.tensor_parallel == 1:
+        return *load(model, dtype, device, load_format, progress), None
+    group = RankGroup(model, config, dtype, device, load_format, threads)
+    try:
+        ranks = group.connect()
+        return *load(model, dtype, rank_device(device, 0), load_format, progress, ranks=ranks), group
+    except BaseException:
+        group.close()
+        raise
+
+
+class RankGroup:
+    """The processes of ranks 1 to N-1. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        dtype: torch.dtype | str,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+        threads: int | None = None,
+    ) -> None:
+        """Start a process for each rank. They load their parts of the weights at the same time as rank 0. Raises
+        ValueError if there are too few GPUs."""
+        self.count = config.tensor_parallel
+        if device.type == "cuda" and (device.index or 0) + self.count > torch.cuda.device_count():
+            raise ValueError(
+                f"tensor_parallel {self.count} needs {self.count} GPUs, and torch sees {torch.cuda.device_count()}"
+            )
+        self._seconds, self._device = config.rank_seconds, rank_device(device, 0)
+        self._folder = Path(tempfile.mkdtemp(prefix="kvloom-ranks-"))
+        self._writer: StepWriter | None = None
+        self._runner: ModelRunner | None = None
+        self._failure: str | None = None
+        self._is_closing = False
+        self.on_failure: Callable[[str], None] | None = None
+        """Called in another thread with the reason when a rank stops."""
+        self.ranks: Ranks | None = None
+        """Sums between ranks, after `connect`."""
+        memory = create_memory()
+        self._channel = StepChannel(memory, self.count)
+        self._sockets: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """The processes of ranks 1, 2, …"""
+        try:
+            for rank in range(1, self.count):
+                ours, theirs = socket.socketpair()
+                given = str(theirs.fileno()), str(memory)
+                command = [sys.executable, "-m", "kvloom.engine.parallel.rank_process", *given]
+                self.processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(), memory)))
+                theirs.close()
+                self._sockets.append(ours)
+                start = RankStart(
+                    rank,
+                    self.count,
+                    str(self._folder / "meeting"),
+                    model,
+                    str(dtype).removeprefix("torch."),
+                    str(rank_device(device, rank)),
+                    load_format,
+                    threads,
+                    {name: getattr(config, name) for name in SETTINGS},
+                )
+                body = _encoder.encode(start)
+                ours.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+
+    def connect(self) -> Ranks:
+        """Wait until all ranks have started, and connect to them. Return the sums between ranks. Raises RankError if
+        a rank has stopped."""
+        try:
+            for number in range(len(self._sockets)):
+                self._receive(number, Started)
+            self.ranks = Ranks(Shard(0, self.count), self._folder / "meeting", self._device)
+        except BaseException:
+            self.close()
+            raise
+        return self.ranks
+
+    def attach(self, cache: KVCache, runner: ModelRunner) -> None:
+        """Wait until all ranks have loaded their parts. From now on, they repeat every step of `runner`. Raises
+        RankError if a rank has stopped or has another page layout."""
+        assert self.ranks is not None
+        try:
+            for number in range(len(self._sockets)):
+                ready = self._receive(number, Ready)
+                if (ready.layout, ready.slabs) != (str(cache.layout.table()), cache.usable_slabs):
+                    raise RankError(
+                        f"rank {number + 1} has {ready.slabs} slabs and another page layout than rank 0 with "
+                        f"{cache.usable_slabs} slabs: give all ranks equal devices"
+                    )
+        except BaseException:
+            self.close()
+            raise
+        self.ranks.limit(self._seconds)
+        self._writer = StepWriter(cache, runner.stage.is_mirrored)
+        self._runner = runner
+        runner.mirror = self
+        threading.Thread(target=self._watch, name="kvloom-ranks", daemon=True).start()
+
+    def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
+        """Send a step to all ranks."""
+        assert self._writer is not None
+        self._send(self._writer.write(works, wanted, whole, pooled))
+
+    def copy(self, copies: CopyBatch) -> None:
+        """Let all ranks copy pages inside their pools."""
+        self._send(CopyPages.of(copies))
+
+    def capture(self) -> None:
+        """Let all ranks capture their CUDA graphs."""
+        self._send(Prepare())
+
+    def fail(self, reason: str) -> None:
+        """Record why the group cannot continue. Every later step raises RankError."""
+        self._failure = self._failure or reason
+
+    def close(self) -> None:
+        """End the processes of all ranks. Waits up to CLOSE_SECONDS."""
+        self._is_closing = True
+        if self._runner is not None:
+            self._runner.mirror = None
+        for link in self._sockets:
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        until = time.monotonic() + CLOSE_SECONDS
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for link in self._sockets:
+            link.close()
+        self._sockets = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: ToRank) -> None:
+        self._check()
+        body = _encoder.encode(message)
+        try:
+            self._channel.write(body, self._seconds, self._check)
+            for link in self._sockets:
+                link.sendall(len(body).to_bytes(LENGTH_BYTES, "little"))
+        except (OSError, TimeoutError) as error:
+            self.fail(f"a rank does not read its steps ({error})")
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RankError(f"tensor parallel: {self._failure}: restart the engine")
+
+    def _receive(self, number: int, kind: type[Message]) -> Message:
+        """Return the next message of a rank, which must be of `kind`."""
+        link, process = self._sockets[number], self.processes[number]
+        link.settimeout(START_SECONDS)
+        try:
+            body = _receive_frame(link)
+        except (EOFError, OSError) as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            ended = (
+                f"ended with status {process.returncode}" if process.returncode is not None else str(error)
+            )
+            raise RankError(f"tensor parallel: rank {number + 1} {ended} while it started") from error
+        message = _decoder.decode(body)
+        if isinstance(message, Failed):
+            raise (ValueError if message.is_refusal else RankError)(f"rank {number + 1}: {message.text}")
+        if not isinstance(message, kind):
+            raise RankError(f"tensor parallel: rank {number + 1} sent {type(message).__name__}")
+        link.settimeout(None)
+        return message
+
+    def _ends(self) -> bool:
+        return self._is_closing
+
+    def _watch(self) -> None:
+        """Wait until a rank stops. Then end calls that wait for it."""
+        poll = select.poll()
+        for link in self._sockets:
+            poll.register(link, select.POLLIN | select.POLLHUP)
+        numbers = {link.fileno(): number for number, link in enumerate(self._sockets, 1)}
+        while not self._ends():
+            for fd, _ in poll.poll(1000):
+                if self._ends():
+                    return
+                number = numbers[fd]
+                reason = f"rank {number} has stopped"
+                with suppress(OSError, EOFError, IndexError, msgspec.DecodeError):
+                    message = _decoder.decode(_receive_frame(self._sockets[number - 1]))
+                    if isinstance(message, Failed):
+                        reason += f": {message.text}"
+                self.fail(reason)
+                if self.ranks is not None and self._device.type == "cuda":
+                    self.ranks.abort()
+                if self.on_failure is not None:
+                    self.on_failure(reason)
+                return
+
+
+def _receive_frame(link: socket.socket) -> bytes:
+    return _receive_exactly(link, int.from_bytes(_receive_exactly(link, LENGTH_BYTES), "little"))
+
+
+def _receive_exactly(link: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = link.recv(count - len(data))
+        if not part:
+            raise EOFError("the socket is closed")
+        data += part
+    return data

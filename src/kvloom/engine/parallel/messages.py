@@ -1,0 +1,233 @@
+"""The messages from rank 0 to the other ranks, and their answers. Arrays are sent as bytes.
+
+A `Step` has the arguments of `ModelRunner.run`, and the entries of block tables that changed since the last step of
+each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import CopyBatch, KVCache
+from kvloom.models.paged import Work
+
+__all__ = [
+    "CopyPages",
+    "Failed",
+    "FromRank",
+    "Prepare",
+    "RankStart",
+    "Ready",
+    "Started",
+    "Step",
+    "StepReader",
+    "StepWriter",
+    "ToRank",
+]
+
+
+Ints = npt.NDArray[np.int64]
+
+
+class RankStart(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a rank: what it loads. `settings` are fields of `EngineConfig`."""
+
+    rank: int
+    count: int
+    meeting: str
+    model: str
+    dtype: str
+    device: str
+    load_format: str
+    threads: int | None
+    settings: dict[str, Any]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A rank is about to connect to the others."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded its part of the model. `layout` is the table of its page layout."""
+
+    layout: str
+    slabs: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank has stopped because of an error. `is_refusal` means that the settings or the model are wrong."""
+
+    text: str
+    is_refusal: bool
+
+
+FromRank = Started | Ready | Failed
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The arguments of `ModelRunner.run`. `works` has one line of int64 numbers for each work (`_WORK_FIELDS`)."""
+
+    works: bytes
+    tokens: bytes
+    states: bytes
+    tables: bytes
+    parents: list[tuple[int, ...]]
+    wanted: list[int] | None
+    whole: list[int]
+    pooled: list[int]
+
+
+class CopyPages(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copies of pages inside the pool."""
+
+    page_stride: int
+    source: bytes
+    target: bytes
+
+    @classmethod
+    def of(cls, copies: CopyBatch) -> CopyPages:
+        """Return the message of some copies."""
+        source, target = (np.asarray(ids, np.int64).tobytes() for ids in (copies.source, copies.target))
+        return cls(copies.page_stride, source, target)
+
+    @property
+    def page_ids(self) -> tuple[Ints, Ints]:
+        """The ids of the pages that are read, and of those that are written."""
+        return np.frombuffer(self.source, np.int64).copy(), np.frombuffer(self.target, np.int64).copy()
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Capture all CUDA graphs."""
+
+
+ToRank = Step | CopyPages | Prepare
+
+_WORK_FIELDS = (
+    *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),
+    *("length", "blocks", "state_length", "first"),
+)
+"""Numbers of a work: the row of its sequence, a number that differs for each sequence, the number of tokens, and
+fields of `Work`. Then the sequence's entries in the block tables, and the first block whose page ids follow."""
+
+
+class StepWriter:
+    """Writes the steps of a cache as messages. Keeps the number of each sequence."""
+
+    def __init__(self, cache: KVCache, keeps_changes: bool) -> None:
+        """With `keeps_changes`, another reader also needs the record of changed blocks: the copy of the block tables
+        on a GPU."""
+        self._cache, self._keeps_changes = cache, keeps_changes
+        self._serial = 0
+        self._sequences: dict[int, tuple[Any, int]] = {}
+
+    def write(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> Step:
+        """Return the message of a step. Takes time in proportion to its sequences and changed blocks."""
+        tables = self._cache.block_tables
+        rows = np.array([work.sequence.row for work in works], np.int64)
+        first = tables.take_changed(rows).astype(np.int64)
+        if self._keeps_changes:
+            tables.mark_each_changed(rows, first)
+        blocks = tables.blocks[rows].astype(np.int64)
+        given = [(len(w.tokens), w.source, w.replayed, w.drafts, w.rewrites, w.skipped) for w in works]
+        serials = [self._number(work.sequence) for work in works]
+        lines = np.column_stack(
+            (
+                rows,
+                serials,
+                np.array(given, np.int64),
+                tables.length[rows],
+                blocks,
+                tables.state_length[rows],
+                first,
+            )
+        )
+        changed = [
+            tables.tables[:, row, begin:end].reshape(-1)
+            for row, begin, end in zip(rows.tolist(), first.tolist(), blocks.tolist(), strict=True)
+            if end > begin
+        ]
+        return Step(
+            lines.astype(np.int64).tobytes(),
+            np.concatenate([work.tokens for work in works]).astype(np.int64).tobytes(),
+            np.ascontiguousarray(tables.states[:, rows]).tobytes(),
+            np.concatenate([np.zeros(0, np.int32), *changed]).tobytes(),
+            [work.parents for work in works] if any(work.parents for work in works) else [],
+            None if wanted is None else list(wanted),
+            list(whole),
+            list(pooled),
+        )
+
+    def _number(self, sequence: Any) -> int:
+        known = self._sequences.get(sequence.row)
+        if known is None or known[0] is not sequence:
+            self._serial += 1
+            known = self._sequences[sequence.row] = sequence, self._serial
+        return known[1]
+
+
+class RankSequence(msgspec.Struct, frozen=True):
+    """A sequence as a rank knows it: its row in the block tables, a number that differs for each sequence, and the
+    lengths before the step."""
+
+    row: int
+    serial: int
+    length: int
+    state_length: int
+    cold_blocks: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankSequence) and self.serial == other.serial
+
+    def __hash__(self) -> int:
+        return hash(self.serial)
+
+
+class StepReader:
+    """Copies the block tables of messages to the cache of a rank, and returns the works."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def read(self, step: Step) -> list[Work]:
+        """Return the works of a step, after updating the block tables."""
+        tables = self._cache.block_tables
+        lines: Ints = np.frombuffer(step.works, np.int64).reshape(-1, len(_WORK_FIELDS))
+        rows, blocks, first = lines[:, 0], lines[:, 9], lines[:, 11]
+        tables.length[rows], tables.blocks[rows], tables.state_length[rows] = (
+            lines[:, 8],
+            blocks,
+            lines[:, 10],
+        )
+        tables.states[:, rows] = np.frombuffer(step.states, np.int32).reshape(-1, len(rows))
+        pages, at, width = np.frombuffer(step.tables, np.int32), 0, len(tables.tables)
+        for row, begin, end in zip(rows.tolist(), first.tolist(), blocks.tolist(), strict=True):
+            if end > begin and width:
+                size = width * (end - begin)
+                tables.tables[:, row, begin:end] = pages[at : at + size].reshape(width, -1)
+                at += size
+        tables.mark_each_changed(rows, first)
+        tokens, works, at = np.frombuffer(step.tokens, np.int64), [], 0
+        for i, line in enumerate(lines.tolist()):
+            row, serial, count, source, replayed, drafts, rewrites, skipped, length, _, state_length, _ = line
+            sequence: Any = RankSequence(row, serial, length, state_length)
+            parents = step.parents[i] if step.parents else ()
+            works.append(
+                Work(
+                    sequence,
+                    tokens[at : at + count],
+                    source,
+                    None,
+                    replayed,
+                    drafts,
+                    bool(rewrites),
+                    skipped,
+                    parents,
+                )
+            )
+            at += count
+        return works

@@ -1,0 +1,111 @@
+"""The process of a rank: loads its part of the model, then repeats the steps of rank 0. Started as
+`python -m kvloom.engine.parallel.rank_process SOCKET MEMORY`.
+
+SOCKET and MEMORY are file descriptors: one end of a socket pair, and the memory of the step channel. The first message
+is RankStart. When rank 0 closes the socket, this process exits at once. It ignores signals that are meant for rank 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from kvloom.engine.config import engine_config
+from kvloom.engine.execution import KVMemory, ModelRunner, allocate_kv_memory, use_threads
+from kvloom.engine.target_runner import target_runner, with_step_sizes
+from kvloom.kernels.copy import copy_pages
+from kvloom.models.loading import load
+from kvloom.models.sharding import Ranks, Shard
+from kvloom.models.specs import ModelError
+
+from .messages import CopyPages, Failed, FromRank, RankStart, Ready, Started, Step, StepReader, ToRank
+from .step_channel import StepChannel
+
+__all__ = ["main"]
+
+LENGTH_BYTES = 8
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+def main(fd: int, memory: int) -> None:
+    """Repeat the steps of rank 0 until it closes socket `fd`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link = socket.socket(fileno=fd)
+    start = msgspec.msgpack.decode(_receive(link, _receive_length(link)), type=RankStart)
+    try:
+        kv, runner, ranks = _load(link, start)
+        channel = StepChannel(memory, start.count)
+        os.close(memory)
+        gc.collect()
+        gc.freeze()
+        _send(link, Ready(str(kv.layout.table()), kv.cache.usable_slabs))
+        ranks.limit(float(start.settings["rank_seconds"]))
+        _serve(link, channel, start.rank, kv, runner)
+    except EOFError:
+        os._exit(0)  # rank 0 is gone; nothing needs saving
+    except Exception as error:  # noqa: BLE001 - rank 0 reports every error
+        is_refusal = isinstance(error, ModelError | ValueError)
+        if not is_refusal:
+            traceback.print_exc()
+        with suppress(OSError):
+            _send(link, Failed(str(error), is_refusal))
+        os._exit(1)
+
+
+def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, Ranks]:
+    device = torch.device(start.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    use_threads(start.threads)
+    config = with_step_sizes(engine_config(**start.settings), device.type == "cuda")
+    _send(link, Started())
+    ranks = Ranks(Shard(start.rank, start.count), Path(start.meeting), device)
+    model, _ = load(start.model, start.dtype, device, start.load_format, ranks=ranks)  # type: ignore[arg-type]
+    kv = allocate_kv_memory(model, config)
+    return kv, target_runner(model, kv, config), ranks
+
+
+def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, runner: ModelRunner) -> None:
+    reader = StepReader(kv.cache)
+    while True:
+        message = _decoder.decode(channel.read(_receive_length(link), rank))
+        if isinstance(message, Step):
+            runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
+        elif isinstance(message, CopyPages):
+            copy_pages(kv.buffer, message.page_stride, *message.page_ids)
+        else:
+            runner.capture()
+
+
+def _send(link: socket.socket, message: FromRank) -> None:
+    body = _encoder.encode(message)
+    link.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+
+
+def _receive_length(link: socket.socket) -> int:
+    return int.from_bytes(_receive(link, LENGTH_BYTES), "little")
+
+
+def _receive(link: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = link.recv(count - len(data))
+        if not part:
+            raise EOFError("rank 0 has closed the socket")
+        data += part
+    return data
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,31 @@
+"""Tensor parallelism: the part of a model that one rank computes, and the sums between ranks.
+
+    config ÷ N → a smaller model → each weight is cut to its shape → layers with cut inputs sum their outputs
+
+| file         | content                                                                         |
+|--------------|---------------------------------------------------------------------------------|
+| shard_config | the config of one rank: heads, widths and state channels divided by N           |
+| cuts         | the part of each weight that a rank loads                                       |
+| ranks        | `Ranks`: the sums and gathers between ranks, with a time limit                  |
+| collectives  | puts the sums and gathers into a loaded model                                   |
+
+A rank's model is an ordinary Hugging Face model with fewer heads and narrower layers. Page layouts, kernels and
+fusions therefore need no changes.
+"""
+
+from .collectives import install_collectives, ranks_of
+from .cuts import Cuts, find_cuts
+from .ranks import RankError, Ranks, Shard
+from .shard_config import check_pages, shard_config
+
+__all__ = [
+    "Cuts",
+    "RankError",
+    "Ranks",
+    "Shard",
+    "check_pages",
+    "find_cuts",
+    "install_collectives",
+    "ranks_of",
+    "shard_config",
+]

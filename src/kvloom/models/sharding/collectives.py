@@ -1,0 +1,119 @@
+"""Puts sums and gathers between ranks into a model whose weights are cut.
+
+| module                                    | its output on a rank     | what is added                           |
+|-------------------------------------------|--------------------------|-----------------------------------------|
+| linear layer with cut inputs              | a term of the output     | the sum over ranks                      |
+| experts with cut inputs of their last product | a term of the output | the sum over ranks                      |
+| norm over a cut dimension                 | depends on all ranks     | the inputs are gathered, the norm whole |
+| output matrix                             | logits of some tokens    | each rank computes a part, all gather   |
+
+Biases that are added to a sum are zero on every rank but 0 (`cuts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .cuts import Cuts
+from .ranks import Ranks
+
+__all__ = ["install_collectives", "ranks_of"]
+
+
+def ranks_of(model: Any) -> Ranks | None:
+    """Return the group of a model that has a part of the weights. None for a whole model."""
+    found: Ranks | None = vars(model).get("ranks")
+    return found
+
+
+def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> None:
+    """Put sums and gathers into a loaded `model`. `whole` is the model without cuts, on the meta device. Every rank
+    must call this function."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and 1 in cuts.axes(f"{name}.weight"):
+            module.__class__ = _SummedLinear
+            vars(module)["ranks"] = ranks
+        elif (cuts.axes(f"{name}.down_proj")) and _is_experts(module):
+            module.register_forward_hook(lambda _, __, found: ranks.sum(found))
+        elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
+            _gather_norm(module, whole.get_submodule(name), ranks)
+    _split_head(model, ranks)
+    vars(model)["ranks"] = ranks
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear
+
+
+def _is_experts(module: Any) -> bool:
+    return isinstance(module.down_proj, torch.Tensor) and module.down_proj.dim() == 3
+
+
+class _SummedLinear(nn.Linear):
+    """A linear layer with a part of its inputs. The outputs of all ranks are summed."""
+
+    ranks: Ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(functional.linear(x, self.weight, self.bias))
+
+
+def _spans_ranks(own: Any, whole: Any) -> bool:
+    """Return whether a module is a norm over values of several ranks. A norm over groups of values is not, if each
+    rank has whole groups."""
+    if "Norm" not in type(own).__name__ or own.weight.dim() != 1 or "weight" in dict(own.named_buffers()):
+        return False
+    sizes = [getattr(each, "group_size", None) for each in (own, whole)]
+    if sizes[0] is None:
+        groups = [getattr(each, "n_groups", 1) for each in (own, whole)]
+        sizes = [len(each.weight) // count for each, count in zip((own, whole), groups, strict=True)]
+    return sizes[0] != sizes[1]
+
+
+def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
+    """Let a norm gather its inputs from all ranks, norm them as a whole, and return the rank's part."""
+    size = len(own.weight)
+    total = len(whole.weight)
+    copies = size * ranks.shard.count // total  # ranks that share heads have the same values
+    own_first = ranks.shard.rank // copies * size
+
+    def joined(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(ranks.gather(x)[::copies]), -1)
+
+    norm = whole.to_empty(device=own.weight.device).to(own.weight.dtype).requires_grad_(False)
+    for name, tensor in own.named_parameters():
+        norm.get_parameter(name).copy_(joined(tensor.data))
+
+    def forward(x: torch.Tensor, *gates: torch.Tensor | None, **named: Any) -> torch.Tensor:
+        every = [None if gate is None else joined(gate) for gate in gates]
+        some = {key: joined(value) if torch.is_tensor(value) else value for key, value in named.items()}
+        found: torch.Tensor = norm(joined(x), *every, **some)[..., own_first : own_first + size]
+        return found.contiguous()
+
+    own.forward = forward
+    own.is_fused = True
+
+
+def _split_head(model: Any, ranks: Ranks) -> None:
+    """Let each rank compute the logits of a part of the vocabulary. If the vocabulary cannot be divided, every rank
+    computes all logits."""
+    head, shard = model.get_output_embeddings(), ranks.shard
+    if not _is_linear(head) or head.out_features % shard.count:
+        return
+    size = head.out_features // shard.count
+    part = slice(shard.rank * size, (shard.rank + 1) * size)
+    is_tied = head.weight is model.get_input_embeddings().weight
+    weight = head.weight.data[part] if is_tied else head.weight.data[part].clone()
+    bias = None if head.bias is None else head.bias.data[part].clone()
+    if not is_tied:
+        head.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = ranks.gather(functional.linear(x, weight, bias))
+        return torch.cat(list(parts), -1)
+
+    head.forward = forward

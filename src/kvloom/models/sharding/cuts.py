@@ -1,0 +1,170 @@
+"""The part of each weight that a rank loads. A weight is cut where its shape in the rank's model is smaller.
+
+Most axes are cut into N equal parts. An axis with several parts, such as [q|k|v] or the [x|B|C] of a convolution, is
+cut part by part. If ranks share heads, a part has fewer than N pieces, and neighbouring ranks load the same piece.
+
+    rank's piece of a part = rank * pieces // N        pieces = size in the whole model / size in the rank's model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvloom.models.specs import ModelError
+
+from .ranks import Shard
+
+__all__ = ["Cuts", "find_cuts"]
+
+Range = tuple[int, int]
+COMPUTED = ("mup_vector", "layernorm.weight")
+"""Buffers that a mixer computes from the sizes of its parts, also on a rank. The norms of Falcon Mamba have weights of
+ones."""
+
+
+class Cuts:
+    """Cuts weights by name. `ranges` has, for each cut axis of a weight, the ranges that the rank loads."""
+
+    def __init__(self, ranges: dict[str, dict[int, list[Range]]], zeroed: frozenset[str]) -> None:
+        """`zeroed` are biases that only rank 0 adds, because their outputs are summed over ranks. On this rank they
+        are set to zero."""
+        self.ranges, self._zeroed = ranges, zeroed
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rank's part of a weight, as a copy if it was cut."""
+        if name in self._zeroed:
+            return torch.zeros_like(whole)
+        found = whole
+        for axis, ranges in self.ranges.get(name, {}).items():
+            found = torch.cat([found.narrow(axis, begin, end - begin) for begin, end in ranges], axis)
+        return found.contiguous()
+
+    def axes(self, name: str) -> tuple[int, ...]:
+        """Return the axes on which a weight is cut."""
+        return tuple(self.ranges.get(name, ()))
+
+
+def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
+    """Compare the shapes of a whole model and of a rank's model, both without data. Raises ModelError for a weight
+    that cannot be cut."""
+    ranges: dict[str, dict[int, list[Range]]] = {}
+    zeroed = set()
+    named = dict(_tensors(own))
+    for name, tensor in _tensors(whole):
+        other = named.get(name)
+        if other is None or other.dim() != tensor.dim():
+            raise ModelError(f"weight {name} has no counterpart on a rank")
+        for axis in range(tensor.dim()):
+            if tensor.shape[axis] != other.shape[axis]:
+                parts = _parts(whole, own, name, tensor, axis)
+                ranges.setdefault(name, {})[axis] = _ranges(name, tensor, other, axis, parts, shard)
+    kept = {name for name, _ in whole.named_parameters()} | set(whole.state_dict())
+    lost = [name for name in ranges if name not in kept and not name.endswith(COMPUTED)]
+    if lost:
+        raise ModelError(f"{lost[0]} depends on the number of heads and is not a weight, so it cannot be cut")
+    for name, axes in ranges.items():
+        bias = _summed_bias(name, tuple(axes), named)
+        if bias is not None and bias not in ranges and shard.rank:
+            zeroed.add(bias)
+    return Cuts(ranges, frozenset(zeroed))
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _summed_bias(name: str, axes: tuple[int, ...], named: dict[str, torch.Tensor]) -> str | None:
+    """Return the name of the bias that is added to a sum over ranks. None if the weight is not such a factor."""
+    if name.endswith(".weight") and axes == (1,):
+        bias = name.removesuffix("weight") + "bias"
+    elif name.endswith("down_proj") and named[name].dim() == 3:
+        bias = f"{name}_bias"
+    else:
+        return None
+    return bias if bias in named else None
+
+
+def _ranges(
+    name: str,
+    tensor: torch.Tensor,
+    other: torch.Tensor,
+    axis: int,
+    parts: tuple[Sequence[int], Sequence[int]],
+    shard: Shard,
+) -> list[Range]:
+    sizes, own = parts
+    if sum(sizes) != tensor.shape[axis] or sum(own) != other.shape[axis] or len(sizes) != len(own):
+        raise ModelError(
+            f"weight {name} {tuple(tensor.shape)} cannot be cut to {tuple(other.shape)}: its parts are not known"
+        )
+    found, begin = [], 0
+    for size, mine in zip(sizes, own, strict=True):
+        pieces = size // mine if mine else 1
+        if mine * pieces != size or shard.count % pieces:
+            raise ModelError(
+                f"weight {name}: a part of {size} cannot be cut to {mine} on {shard.count} ranks"
+            )
+        at = begin + shard.rank * pieces // shard.count * mine
+        found.append((at, at + mine))
+        begin += size
+    return found
+
+
+def _parts(
+    whole: nn.Module, own: nn.Module, name: str, tensor: torch.Tensor, axis: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the sizes of the parts of an axis, in the whole model and in the rank's model."""
+    path, _, leaf = name.rpartition(".")
+    if leaf in ("weight", "bias"):
+        path, _, leaf = path.rpartition(".")
+    sizes = tuple(_part_sizes(model.get_submodule(path), leaf, axis) for model in (whole, own))
+    if sizes[0] and sizes[1]:
+        return sizes[0], sizes[1]
+    other = dict(_tensors(own))[name]
+    count = 2 if _is_pair(whole.get_submodule(path), leaf) else 1
+    return [tensor.shape[axis] // count] * count, [other.shape[axis] // count] * count
+
+
+def _part_sizes(owner: Any, leaf: str, axis: int) -> Sequence[int]:
+    """Return the sizes of the parts of a weight in a mixer or in an attention module. Empty if it has one part."""
+    if axis and leaf not in COMPUTED:
+        return ()
+    inner, states = getattr(owner, "intermediate_size", 0), getattr(owner, "ssm_state_size", 0)
+    if inner and states and hasattr(owner, "n_groups"):  # Mamba-2
+        both = [owner.n_groups * states] * 2
+        if leaf == "conv1d":
+            return [inner, *both]
+        if leaf == "in_proj" or leaf in COMPUTED:
+            return [inner, inner, *both, owner.num_heads]
+    elif inner and states and leaf == "in_proj":  # Mamba: x and the gate
+        return [inner, inner]
+    elif hasattr(owner, "key_dim") and hasattr(owner, "value_dim") and leaf in JOINED:
+        return [owner.key_dim, owner.key_dim, owner.value_dim]
+    elif hasattr(owner, "qkv_dim") and leaf == "conv1d":  # Kimi Linear
+        return [owner.qkv_dim] * 3
+    elif leaf in ("qkv_proj", "Wqkv") and hasattr(owner, "num_key_value_groups"):
+        config = owner.config
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        return [heads * owner.head_dim, *[shared * owner.head_dim] * 2]
+    elif leaf in JOINED and not (inner and states) and not hasattr(owner, "slope_rate"):
+        raise ModelError(
+            f"the parts of {leaf} in {type(owner).__name__} are not known, so it cannot be divided between ranks"
+        )
+    return ()
+
+
+JOINED = ("conv1d", "in_proj", "in_proj_qkv", "qkv_proj", "Wqkv", "query_key_value")
+"""Weights of mixers and attention modules that join several parts in most families. One whose parts are not known is
+refused. In the mixer of MiniMax (`slope_rate`) the parts of a head are adjacent."""
+GATES = ("gate_up_proj", "gate_up_proj_bias", "up_gate_proj", "input_linear")
+"""Weights with the gate and the up-projection of an MLP."""
+
+
+def _is_pair(owner: Any, leaf: str) -> bool:
+    """Return whether a weight has the gate and the up-projection of an MLP, one after the other. Some experts
+    interleave both; a cut then needs no parts."""
+    return leaf in GATES and getattr(owner, "is_concatenated", True)

@@ -1,0 +1,105 @@
+"""The ranks of a tensor-parallel group, as one of them sees them: its number, and sums and gathers between all.
+
+The group is not torch's default process group, so a process may have several groups, one after the other or at the
+same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "Ranks", "Shard"]
+
+START_SECONDS = 1800.0
+"""Time limit of a collective until `limit` is called. Ranks load their weights at different speeds."""
+
+
+class RankError(RuntimeError):
+    """A rank of the group has stopped, or has not answered in time. The group cannot continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` equal parts of a model. `rank` is its number, from 0."""
+
+    rank: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.count:
+            raise ValueError(f"rank {self.rank} must be from 0 to {self.count - 1}")
+
+    def __str__(self) -> str:
+        return f"{self.rank}/{self.count}"
+
+
+class Ranks:
+    """Sums and gathers between the ranks of a group. Every rank must make the same calls in the same order. A call
+    raises RankError if another rank has stopped, or does not make the call within the time limit."""
+
+    def __init__(self, shard: Shard, meeting: Path, device: torch.device) -> None:
+        """Connect to the other ranks, which all name the same new file `meeting`. Waits until every rank has
+        connected."""
+        self.shard, self.device = shard, device
+        library: Any = dist  # some of these names have no types
+        store = library.FileStore(str(meeting), shard.count)
+        limit = timedelta(seconds=START_SECONDS)
+        self._group: Any
+        if device.type == "cuda":
+            options = library.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = library.ProcessGroupNCCL(store, shard.rank, shard.count, options)
+        else:
+            options = library.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [library.ProcessGroupGloo.create_device(interface="lo")]
+            self._group = library.ProcessGroupGloo(store, shard.rank, shard.count, options)
+        self._seconds = START_SECONDS
+
+    def limit(self, seconds: float) -> None:
+        """Set the time limit of later calls."""
+        self._seconds = seconds
+        self._group._set_default_timeout(timedelta(seconds=seconds))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor over all ranks, in place. Return it. All ranks get the same bits."""
+        x = x.contiguous()
+        self._wait(self._group.allreduce([x]))
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, in the order of ranks: [ranks, *shape]."""
+        out = x.new_empty((self.shard.count, *x.shape))
+        self._wait(self._group.allgather([list(out.unbind(0))], [x.contiguous()]))
+        return out
+
+    def share(self, x: torch.Tensor) -> None:
+        """Overwrite a tensor by that of rank 0."""
+        self._wait(self._group.broadcast([x]))
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest of the numbers that the ranks give."""
+        return int(self.gather(torch.tensor([number], dtype=torch.int64, device=self.device)).min())
+
+    def abort(self) -> None:
+        """End a call that waits for another rank, in any thread. The group cannot be used afterwards."""
+        self._group.abort()
+
+    def _wait(self, call: Any) -> None:
+        try:
+            call.wait()
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.shard}: another rank of the tensor-parallel group has stopped, or has not answered for "
+                f"{self._seconds:g} s: restart the engine ({_first_line(error)})"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

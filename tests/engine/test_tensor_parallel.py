@@ -1,0 +1,262 @@
+"""Tensor parallelism: several ranks generate the tokens of one rank, which are those of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.models.loading import loader
+from kvloom.models.sharding import RankError, Shard, find_cuts, shard_config
+from kvloom.models.specs import ModelError
+from tests.engine.thread_ranks import parallel_engine
+from tests.engines import make_engine
+from tests.models.tiny_families import config_of
+from tests.models.zoo import NEW, expected, prompts_of, tiny
+
+POOL = 1 << 22
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+FAMILIES = (
+    *("llama", "qwen3_next", "qwen2 with windows", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere2"),
+    *("qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3"),
+    *("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
+)
+
+
+def made(family: str, **changes: Any) -> Any:
+    """A tiny model whose weights are large enough for clear tokens."""
+    model = tiny(family, **changes)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=draw)
+            weight.copy_(noise * 0.2 if weight.dim() > 1 else weight + noise * 0.1)
+    return model
+
+
+@contextmanager
+def ranks(model: Any, count: int, **settings: Any) -> Iterator[Engine]:
+    engine = parallel_engine(model, count, pool_bytes=POOL, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def generate(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    return [list(sample.tokens) for request in requests for sample in request.family]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
+    model, prompts = made(family), prompts_of(3)
+    wanted = expected(model, prompts)
+    with ranks(model, 2, token_budget=16) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "bamba"])
+def test_four_ranks_share_two_kv_heads(family: str) -> None:
+    model, prompts = made(family), prompts_of(4)
+    wanted = expected(model, prompts)
+    with ranks(model, 4, token_budget=16) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_dtype": "int8"}, {"speculate": "ngram"}, {"ahead": True}, {"token_budget": 16, "max_running": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_settings_give_the_tokens_of_one_rank(family: str, settings: dict[str, Any]) -> None:
+    model, prompts = made(family), prompts_of(5) * 2
+    one = make_engine(made(family), POOL, **settings)
+    wanted = generate(one, prompts)
+    with ranks(model, 2, **settings) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+def test_hits_forks_and_preemption_give_the_tokens_of_one_rank() -> None:
+    """A pool of few pages preempts; samples fork the prompt; a second round hits the prefix cache."""
+    model = made("llama")
+    prompts = prompts_of(6, (40, 40, 41))
+    several = SamplingParams(max_tokens=30, temperature=1.0, n=2, seed=7, ignore_eos=True)
+    found = []
+    slab = make_engine(made("llama"), POOL).layout.slab_bytes
+    for count in (1, 2):
+        config = {"token_budget": 16, "max_running": 8}
+        if count == 1:
+            engine = make_engine(made("llama"), 20 * slab, **config)
+        else:
+            engine = parallel_engine(model, 2, pool_bytes=10 * slab, **config)
+        first = generate(engine, prompts, several)
+        again = [engine.add(prompt, several) for prompt in prompts]
+        engine.run()
+        assert any(request.cached_tokens for request in again)
+        found.append((first, [list(sample.tokens) for request in again for sample in request.family]))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_rank_has_its_part_of_every_page() -> None:
+    whole = make_engine(made("llama"), POOL)
+    with ranks(made("llama"), 2) as engine:
+        assert engine.layout.bytes_per_token() * 2 == whole.layout.bytes_per_token()
+
+
+def test_weights_with_several_parts_are_cut_part_by_part() -> None:
+    """The convolution of Mamba-2 has the channels [x|B|C], of 64, 32 and 32."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of("mamba2")
+    with torch.device("meta"):
+        whole, part = (AutoModelForCausalLM.from_config(each) for each in (config, shard_config(config, 2)))
+    for rank, parts in ((0, [(0, 32), (64, 80), (96, 112)]), (1, [(32, 64), (80, 96), (112, 128)])):
+        cuts = find_cuts(whole, part, Shard(rank, 2))
+        assert cuts.ranges["backbone.layers.0.mixer.conv1d.weight"] == {0: parts}
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "reason"),
+    [
+        ("llama", 3, "num_attention_heads 4 is not divisible by tensor_parallel 3"),
+        ("gpt2", 2, "no num_attention_heads|head size depends on the number of heads"),
+        ("rwkv", 2, "transformers' own cache|no num_attention_heads"),
+    ],
+)
+def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
+    family: str, count: int, reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        parallel_engine(tiny(family), count, pool_bytes=POOL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tiers": ["host:1MiB"]}, "tiers store only whole pages"),
+        ({"speculate": "draft=x"}, "runs on one rank only"),
+        ({"max_loras": 1}, "adapters are not divided"),
+        ({"max_pool_bytes": 1 << 30}, "one fixed size"),
+        ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "stored for whole layers"),
+        ({"batch_invariant": True}, "order of sums"),
+    ],
+)
+def test_settings_that_ranks_do_not_support_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(tensor_parallel=2, **settings)
+    EngineConfig(**settings)
+
+
+def test_a_loaded_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="give the model's folder"):
+        make_engine(tiny("llama"), POOL, tensor_parallel=2)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = config_of("llama")
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ModelError, match="quantised weights are stored in blocks"):
+        shard_checkpoint(str(tmp_path), config)
+
+
+def shard_checkpoint(model: str, config: Any) -> None:
+    """Load a rank's part. Fails before the rank is used."""
+    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    made("llama").save_pretrained(path)
+    return path
+
+
+def test_a_killed_rank_stops_the_group_with_an_error(folder: Path) -> None:
+    """Ranks are processes. They generate, then one is killed: the next step fails, and so does every later one."""
+    prompts = prompts_of(3)
+    wanted = expected(made("llama"), prompts)
+    llm = LLM(str(folder), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        found = llm.generate(prompts, GREEDY)
+        assert [[*p, *r.outputs[0].token_ids] for p, r in zip(prompts, found, strict=True)] == wanted
+        assert llm.engine.group is not None
+        rank = llm.engine.group.processes[0]
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait(30)
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(RankError, match=r"has stopped|restart the engine"):
+                llm.generate(prompts, GREEDY)
+            assert time.monotonic() - began < 55  # less than `rank_seconds`
+    finally:
+        llm.close()
+
+
+@pytest.mark.slow
+def test_experts_of_a_checkpoint_are_cut_while_they_are_read(tmp_path: Path) -> None:
+    """transformers joins the experts of the checkpoint to one weight, which is then cut."""
+    made("qwen3_moe").save_pretrained(tmp_path)
+    prompts = prompts_of(3)
+    llm = LLM(str(tmp_path), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        found = llm.generate(prompts, GREEDY)
+    finally:
+        llm.close()
+    wanted = expected(made("qwen3_moe"), prompts)
+    assert [[*p, *r.outputs[0].token_ids] for p, r in zip(prompts, found, strict=True)] == wanted
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_stops_the_group_in_time(folder: Path) -> None:
+    llm = LLM(str(folder), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL, rank_seconds=3)
+    assert llm.engine.group is not None
+    rank = llm.engine.group.processes[0]
+    try:
+        llm.generate(prompts_of(3), GREEDY)
+        os.kill(rank.pid, signal.SIGSTOP)
+        with pytest.raises(RankError, match="restart the engine"):
+            llm.generate(prompts_of(3), GREEDY)
+    finally:
+        llm.close()
+    assert rank.poll() is not None
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_stops_the_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks may be inside the step, so a later step would sum values of two steps."""
+    llm = LLM(str(folder), tensor_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine.runner, "_forward", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts_of(3), GREEDY)
+        with pytest.raises(RankError, match="a step failed on rank 0"):
+            llm.generate(prompts_of(3), GREEDY)
+    finally:
+        llm.close()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_refused_model_says_why_also_from_processes(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="num_attention_heads 4 is not divisible"):
+        LLM(str(tmp_path), tensor_parallel=3, device="cpu", dtype="float32", pool_bytes=POOL)

@@ -1,0 +1,105 @@
+"""The ranks of a tensor-parallel engine as threads of one process, for models that are already loaded."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Sequence as Many
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import torch
+
+from kvloom.core import CopyBatch, KVCache
+from kvloom.engine import Engine, EngineConfig
+from kvloom.engine.execution import ModelRunner, allocate_kv_memory
+from kvloom.engine.parallel.messages import CopyPages, Step, StepReader, StepWriter
+from kvloom.engine.target_runner import target_runner, with_step_sizes
+from kvloom.kernels.copy import copy_pages
+from kvloom.models.loading import shard_model
+from kvloom.models.paged import Work
+from kvloom.models.sharding import Ranks, Shard
+
+CPU = torch.device("cpu")
+
+
+class ThreadRanks:
+    """Stands in for `RankGroup`: every message is encoded and decoded as between processes."""
+
+    def __init__(self, model: Any, config: EngineConfig) -> None:
+        self._model, self._config = model, config
+        self.folder = tempfile.TemporaryDirectory()
+        self._queues: list[SimpleQueue[bytes | None]] = []
+        self.errors: list[BaseException] = []
+        self._threads = []
+        self.runners: dict[int, ModelRunner] = {}
+        self._writer: StepWriter | None = None
+        for rank in range(1, config.tensor_parallel):
+            queue: SimpleQueue[bytes | None] = SimpleQueue()
+            self._queues.append(queue)
+            self._threads.append(threading.Thread(target=self._serve, args=(rank, queue), daemon=True))
+            self._threads[-1].start()
+
+    def part(self, rank: int) -> Any:
+        """The part of a rank. Waits for all ranks."""
+        shard = Shard(rank, self._config.tensor_parallel)
+        ranks = Ranks(shard, Path(self.folder.name) / "meeting", CPU)
+        ranks.limit(20)
+        return shard_model(self._model, ranks)
+
+    def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
+        try:
+            model, config = self.part(rank), with_step_sizes(self._config, False)
+            memory = allocate_kv_memory(model, config)
+            runner = self.runners[rank] = target_runner(model, memory, config)
+            reader = StepReader(memory.cache)
+            while (data := queue.get()) is not None:
+                message = msgspec.msgpack.decode(data, type=Step | CopyPages)
+                if isinstance(message, Step):
+                    runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
+                else:
+                    source, target = message.page_ids
+                    copy_pages(memory.buffer, message.page_stride, source, target)
+        except Exception as error:  # noqa: BLE001
+            self.errors.append(error)
+
+    def attach(self, cache: KVCache, runner: ModelRunner) -> None:
+        self._writer, runner.mirror = StepWriter(cache, runner.stage.is_mirrored), self
+
+    def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
+        assert self._writer is not None
+        self._send(self._writer.write(works, wanted, whole, pooled))
+
+    def copy(self, copies: CopyBatch) -> None:
+        self._send(CopyPages.of(copies))
+
+    def capture(self) -> None:
+        raise AssertionError("graphs are for GPUs")
+
+    def _send(self, message: Any) -> None:
+        data = msgspec.msgpack.encode(message)
+        for queue in self._queues:
+            queue.put(data)
+
+    def fail(self, reason: str) -> None:
+        self.errors.append(RuntimeError(reason))
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(60)
+        self.folder.cleanup()
+
+
+def parallel_engine(model: Any, count: int, **settings: Any) -> Engine:
+    """An engine on `count` ranks, which are threads. `model` is the whole model."""
+    config = EngineConfig(tensor_parallel=count, **settings)
+    group = ThreadRanks(model, config)
+    try:
+        return Engine(group.part(0), config, group=group)  # type: ignore[arg-type]
+    except BaseException:
+        group.close()
+        raise
