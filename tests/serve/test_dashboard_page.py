@@ -49,6 +49,19 @@ RECORD = {
 }
 
 
+def phase(name: str, start: float, end: float, tokens: int | None = None, tier: str = "") -> dict[str, Any]:
+    return {"prompt": 0, "phase": name, "tier": tier, "tokens": tokens, "start_s": start, "end_s": end}
+
+
+WATERFALL = [
+    phase("queue", 0.0, 0.004),
+    phase("load", 0.004, 0.02, 16, "host"),
+    phase("prefill", 0.02, 0.05, 20),
+    phase("prefill", 0.06, 0.09, 16),
+    phase("decode", 0.09, 1.5, 7),
+]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with open_url() as found:
@@ -60,6 +73,7 @@ def seen(browser: Browser, server: Running) -> Iterator[Seen]:
     """A page on the server, with one record of a request, after some traffic."""
     one = Seen(browser, reduced_motion="reduce")
     one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": [RECORD]}))
+    one.page.route("**/kvloom/requests/*", lambda route: tell(route, {**RECORD, "waterfall": WATERFALL}))
     talk(server, 3)
     one.page.goto(f"{server.url}/dashboard")
     one.page.wait_for_selector("#legend button")
@@ -176,7 +190,23 @@ def test_an_explanation_opens_by_keyboard_and_restores_focus(seen: Seen) -> None
     assert "16 loaded from host" in text
     assert "36 computed" in text
     assert page.evaluate("document.activeElement.textContent") == "Close"
+    page.wait_for_selector("#waterfall tbody tr")
+    assert [row.split("\t")[:4] for row in page.locator("#waterfall tbody tr").all_inner_texts()] == [
+        ["queue", "0 µs", "4.0 ms", ""],
+        ["load from host", "4.0 ms", "16 ms", "16"],
+        ["prefill, chunk 1", "20 ms", "30 ms", "20"],
+        ["prefill, chunk 2", "60 ms", "30 ms", "16"],
+        ["decode", "90 ms", "1.4 s", "7"],
+    ]
+    bars = page.evaluate(
+        "[...document.querySelectorAll('#waterfall .phase i')].map((bar) => { const box = bar.getBoundingClientRect(),"
+        "track = bar.parentNode.getBoundingClientRect(); return [(box.left - track.left) / track.width, (box.right - track.left) / track.width] })"
+    )
+    assert bars[0][0] == pytest.approx(0, abs=0.01)
+    assert bars[4] == pytest.approx([0.06, 1.0], abs=0.02)
     assert page.evaluate(AUDIT) == []
+    page.keyboard.press("Shift+Tab")  # the table scrolls by keyboard
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Phases of the request"
     page.keyboard.press("Escape")
     page.wait_for_selector("#explanation", state="hidden")
     assert RECORD["id"] in page.evaluate("document.activeElement.getAttribute('aria-label')")
@@ -191,6 +221,8 @@ def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
     text = one.page.inner_text("#explanation")
     assert re.search(r"The lookup ended at token \d+ of \d+: all but the last token were cached", text)
     assert re.search(r"\d+ in the pool", text)
+    one.page.wait_for_selector("#waterfall tbody tr >> text=decode")
+    assert one.page.locator("#waterfall tbody tr").all_inner_texts()[0].startswith("queue")
     assert "never asked" not in one.page.content()
     assert one.complaints == []
     one.context.close()

@@ -216,7 +216,7 @@ def _record_routes(context: ServerContext) -> list[Route]:
         found = context.records.find(id_, tenant)
         if found is None:
             raise unknown_request(id_)
-        return _json(found.to_dict(operator=tenant is None))
+        return _json({**found.to_dict(operator=tenant is None), "waterfall": found.waterfall()})
 
     return [
         Route("/kvloom/requests", records),
