@@ -224,13 +224,17 @@ class RequestRecords:
             return found if tenant in (None, found.tenant) else None
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
-    def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` that `tenant` may see. None means any model, or any tenant.
-        O(records)."""
+    def latest(
+        self, count: int, tenant: str | None, model: str | None = None, until: float | None = None
+    ) -> list[RequestRecord]:
+        """Return the newest records of `model` that `tenant` may see, of requests that arrived at the Unix time `until`
+        or before. None means any model, any tenant, or now. O(records)."""
         seen = (
             one
             for one in reversed(self._ring.values())
-            if tenant in (None, one.tenant) and model in (None, one.model)
+            if tenant in (None, one.tenant)
+            and model in (None, one.model)
+            and (until is None or one.arrived <= until)
         )
         return [one for _, one in zip(range(count), seen, strict=False)]
 
