@@ -11,6 +11,7 @@ export class Drafts {
     const names = Object.keys(decisions);
     byId("drafts").hidden = !count && !names.length;
     if (byId("drafts").hidden) return;
+    byId("drafts-verified").hidden = !count;
     const sum = (numbers) => numbers.reduce((all, n) => all + n, 0), tokens = sum(accepted);
     byId("drafts-about").textContent = count
       ? `${compact(count)} drafts, ${(sum(proposed) / count).toFixed(1)} draft tokens each, ${percent(tokens / sum(proposed))} of them accepted, ${(1 + tokens / count).toFixed(2)} tokens per draft and step. `
