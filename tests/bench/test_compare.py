@@ -112,6 +112,16 @@ def test_the_command_runs_the_parts_whose_peers_are_installed(
     assert ET.parse(chart).getroot().tag.endswith("svg")
     assert compare.main(["--svg", str(tmp_path / "none" / "x.svg")]) == 2
 
+    def broken(found: dict[str, str], args: Any) -> list[compare.Comparison]:
+        raise RuntimeError("no tree")
+
+    monkeypatch.setattr(compare, "_has_package", lambda python, package: True)
+    monkeypatch.setitem(compare.RUN, "bookkeeping", broken)
+    assert compare.main(["--parts", "engine", "bookkeeping", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rows"] == found["rows"]
+    assert "part bookkeeping failed: RuntimeError: no tree" in said.err
+
 
 @pytest.mark.slow
 def test_a_small_comparison_with_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,10 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PEERS[key].name} is not installed: {install}", file=sys.stderr)
     rows: list[Comparison] = []
     for part in args.parts:
-        if any(part in PEERS[key].parts for key in found):
-            rows += RUN[part](found, args)
-        else:
+        if not any(part in PEERS[key].parts for key in found):
             print(f"part {part}: none of its peers is installed", file=sys.stderr)
+            continue
+        try:
+            rows += RUN[part](found, args)
+        except Exception as error:  # noqa: BLE001 - one part's failure must not lose the figures of the others
+            print(f"part {part} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        if args.svg is not None and rows:
+            args.svg.write_text(_chart(rows, args.rounds), encoding="utf-8")
     if args.json:
         report = {
             "machine": platform.machine(),
@@ -234,14 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({**report, "not_installed": missing}, indent=2))
     else:
         _print(rows)
-    if args.svg is not None and rows:
-        told = (
-            f"{platform.machine()}, {os.cpu_count()} cores; best of {args.rounds} rounds in turns, in one run"
-        )
-        title = "How many times as fast as the peer (above 1: kvloom is faster)"
-        args.svg.write_text(bar_chart(title, told, bars_of(rows), 1.0), encoding="utf-8")
-        print(f"{args.svg}", file=sys.stderr)
     return 0 if rows else 1
+
+
+def _chart(rows: Sequence[Comparison], rounds: int) -> str:
+    told = f"{platform.machine()}, {os.cpu_count()} cores; best of {rounds} rounds in turns, in one run"
+    title = "How many times as fast as the peer (above 1: kvloom is faster)"
+    return bar_chart(title, told, bars_of(rows), 1.0)
 
 
 def _built(key: str) -> str:
