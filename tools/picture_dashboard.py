@@ -1,6 +1,6 @@
 """Pictures of the dashboard for the documents: a real server on an embedded model under load, seen by a real browser.
 
-    .venv/bin/python tools/picture_dashboard.py docs/images --tier host:96MiB --tier disk:FOLDER:1GiB --speculate suffix --token-budget 256
+    .venv/bin/python tools/picture_dashboard.py docs/images --pool 24MiB --tier host:24MiB --tier disk:FOLDER:1GiB --speculate suffix
 
 Needs playwright, pillow and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png,
 dashboard-dark.png, dashboard-phone.png and dashboard-request.png. Options that it does not know are kvloom serve's.

@@ -117,7 +117,7 @@ function sentence(record) {
     : `Of ${plural(record.prompt_tokens, "prompt token")}, ${count(record.cached_tokens ?? 0)} were in the cache.`;
 }
 
-const PHASES = { queue: "grey", prefill: "orange", decode: "blue" };
+const PHASES = { queue: "grey", prefill: "red", decode: "blue" };
 
 /** The phases of a request as a table with a bar in each row, on a common time axis. */
 function drawn(phases) {
