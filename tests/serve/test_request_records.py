@@ -215,8 +215,8 @@ def test_the_waterfall_of_a_request_covers_its_phases(observed: Observed) -> Non
     assert sum(phase["tokens"] for phase in phases if phase["phase"] == "prefill") == 200
     assert phases[-1]["tokens"] == 4
     ends = [0.0, *(phase["end_s"] for phase in phases)]
-    assert all(phase["start_s"] >= end - 1e-6 for phase, end in zip(phases, ends, strict=False))
-    assert ends[-1] <= record["total_s"] + 1e-6
+    assert all(phase["start_s"] >= end - 1e-5 for phase, end in zip(phases, ends, strict=False))
+    assert ends[-1] <= record["total_s"] + 1e-5
     text = explain(server, id_).stdout
     assert re.search(r"^  prefill .* 200 tokens .*█", text, re.MULTILINE), text
 
