@@ -11,19 +11,37 @@ import pytest
 
 from kvloom.arguments import Parser
 from kvloom.cli import COMMANDS
+from tools import reference
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in DOCS.glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in DOCS.glob("*.md")))
+@pytest.mark.parametrize("page", PAGES)
 def test_python_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     namespace: dict[str, object] = {}
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(example, page, "exec"), namespace)  # noqa: S102
         promised = re.findall(r"^# (stopped at .*)$", example, re.MULTILINE)
         assert [line for line in capsys.readouterr().out.splitlines() if line] == promised
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_reference_pages_are_current(page: str) -> None:
+    written = (DOCS / page).read_text(encoding="utf-8")
+    assert written == reference.PAGES[page](), "run `python tools/reference.py`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_files_of_the_repository_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+    missing = [
+        link for link in links if "://" not in link and not ((ROOT / page).parent / link).resolve().exists()
+    ]
+    assert missing == []
 
 
 def commands() -> list[str]:

@@ -49,6 +49,19 @@ RECORD = {
 }
 
 
+def phase(name: str, start: float, end: float, tokens: int | None = None, tier: str = "") -> dict[str, Any]:
+    return {"prompt": 0, "phase": name, "tier": tier, "tokens": tokens, "start_s": start, "end_s": end}
+
+
+WATERFALL = [
+    phase("queue", 0.0, 0.004),
+    phase("load", 0.004, 0.02, 16, "host"),
+    phase("prefill", 0.02, 0.05, 20),
+    phase("prefill", 0.06, 0.09, 16),
+    phase("decode", 0.09, 1.5, 7),
+]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with open_url() as found:
@@ -60,6 +73,7 @@ def seen(browser: Browser, server: Running) -> Iterator[Seen]:
     """A page on the server, with one record of a request, after some traffic."""
     one = Seen(browser, reduced_motion="reduce")
     one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": [RECORD]}))
+    one.page.route("**/kvloom/requests/*", lambda route: tell(route, {**RECORD, "waterfall": WATERFALL}))
     talk(server, 3)
     one.page.goto(f"{server.url}/dashboard")
     one.page.wait_for_selector("#legend button")
@@ -176,7 +190,23 @@ def test_an_explanation_opens_by_keyboard_and_restores_focus(seen: Seen) -> None
     assert "16 loaded from host" in text
     assert "36 computed" in text
     assert page.evaluate("document.activeElement.textContent") == "Close"
+    page.wait_for_selector("#waterfall tbody tr")
+    assert [row.split("\t")[:4] for row in page.locator("#waterfall tbody tr").all_inner_texts()] == [
+        ["queue", "0 µs", "4.0 ms", ""],
+        ["load from host", "4.0 ms", "16 ms", "16"],
+        ["prefill, chunk 1", "20 ms", "30 ms", "20"],
+        ["prefill, chunk 2", "60 ms", "30 ms", "16"],
+        ["decode", "90 ms", "1.4 s", "7"],
+    ]
+    bars = page.evaluate(
+        "[...document.querySelectorAll('#waterfall .phase i')].map((bar) => { const box = bar.getBoundingClientRect(),"
+        "track = bar.parentNode.getBoundingClientRect(); return [(box.left - track.left) / track.width, (box.right - track.left) / track.width] })"
+    )
+    assert bars[0][0] == pytest.approx(0, abs=0.01)
+    assert bars[4] == pytest.approx([0.06, 1.0], abs=0.02)
     assert page.evaluate(AUDIT) == []
+    page.keyboard.press("Shift+Tab")  # the table scrolls by keyboard
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Phases of the request"
     page.keyboard.press("Escape")
     page.wait_for_selector("#explanation", state="hidden")
     assert RECORD["id"] in page.evaluate("document.activeElement.getAttribute('aria-label')")
@@ -191,6 +221,8 @@ def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
     text = one.page.inner_text("#explanation")
     assert re.search(r"The lookup ended at token \d+ of \d+: all but the last token were cached", text)
     assert re.search(r"\d+ in the pool", text)
+    one.page.wait_for_selector("#waterfall tbody tr >> text=decode")
+    assert one.page.locator("#waterfall tbody tr").all_inner_texts()[0].startswith("queue")
     assert "never asked" not in one.page.content()
     assert one.complaints == []
     one.context.close()
@@ -274,6 +306,125 @@ def test_every_control_is_reachable_by_tab(seen: Seen) -> None:
         reached.append(at[0])
         assert at[1], f"no focus to be seen at {at[0]}"
     assert {"theme", "map", "legend", "pool", "tree-body", "requests-table", "past"} <= set(reached)
+
+
+def test_an_earlier_moment_is_shown_by_keyboard(browser: Browser, server: Running) -> None:
+    talk(server, 1)
+    _, _, state = server.send("GET", "/kvloom/state")
+    until_ = int(state["now"])
+    load = [float(i % 10) for i in range(120)]
+    state["past"] = {"from": until_ - 3000, "until": until_, "seconds": 15, "bytes": 9, "load": load}
+    tiers = [
+        {
+            "name": "host",
+            "objects": 7,
+            "bytes": 1 << 20,
+            "capacity": 4 << 20,
+            "evicted": 0,
+            "faults": {},
+            "breaker": "closed",
+        }
+    ]
+    moved = {"reads": {}, "writes": {}, "bytes_read": 0, "bytes_written": 0, "loaded_tokens": 0}
+    engine = {**state["engine"], "tiers": [{**tiers[0], **moved}]}
+    one = Seen(browser, reduced_motion="reduce")
+
+    def answer(route: Route) -> None:
+        if "at=" not in route.request.url:
+            return tell(route, {**state, "engine": engine, "interval": 0.3})
+        at = int(route.request.url.partition("at=")[2])
+        totals = {**state["totals"], "cached_tokens": 4321}
+        rates = [{"down": 3 << 20, "up": 0}]
+        then = {**state, "engine": engine, "now": at, "engine_at": at, "totals": totals, "tier_rates": rates}
+        return tell(route, {**then, "interval": 0.3})
+
+    one.page.route("**/kvloom/state*", answer)
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.wait_for_selector("#time:not([hidden])")
+    assert one.page.inner_text("#when-said") == "now"
+    assert one.page.locator("#time-load rect").count() == 108  # twelve parts had no load
+    one.page.focus("#when")
+    one.page.keyboard.press("ArrowLeft")
+    one.page.wait_for_selector("#status >> text=past: ")
+    one.page.keyboard.press("Home")
+    until(one.page, "document.querySelector('#curve-saved strong').textContent === '4,321'")
+    until(one.page, "/3.00 MiB.s/.test(document.querySelector('#tiers-body').innerText)")
+    assert any(f"at={until_ - 3000}" in url for url in one.asked)
+    assert any(f"until={until_ - 3000}" in url for url in one.asked)
+    said = one.page.get_attribute("#when", "aria-valuetext") or ""
+    assert "ago" in said
+    assert one.page.get_attribute("#live", "aria-pressed") == "false"
+    assert "before" in one.page.inner_text("#curve-hit .feet")
+    assert one.page.evaluate(AUDIT) == []
+    one.page.keyboard.press("Shift+Tab")
+    assert one.page.evaluate("document.activeElement.id") == "live"
+    one.page.keyboard.press("Enter")
+    one.page.wait_for_selector("#status[data-state=live]")
+    assert one.page.inner_text("#when-said") == "now"
+    assert one.complaints == []
+    one.context.close()
+
+
+def test_pools_of_models_and_adapters_and_drafts_are_shown(browser: Browser, server: Running) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    one = Seen(browser, reduced_motion="reduce")
+    model = {"status": "ok", "pool_bytes": 64 << 20, "in_use_bytes": 16 << 20, "cached_bytes": 16 << 20, "running": 3, "waiting": 1, "adapters": 2}  # fmt: skip
+    models = [
+        {**model, "name": MODEL, "prompt_tokens": 200, "cached_tokens": 50},
+        {**model, "name": "other", "prompt_tokens": 0, "cached_tokens": 0},
+    ]
+    base = {"name": "", "rank": 0, "requests": None, "resident": True, "bytes": 1 << 20}
+    adapters = [base, {"name": "sql", "rank": 16, "requests": 12, "resident": False, "bytes": 2 << 20}]
+    drafts = {
+        "count": 10,
+        "proposed": [10, 8],
+        "accepted": [9, 4],
+        "saved_seconds": 1.5,
+        "decisions": {"ngram": "on"},
+    }
+    uses = {"sql": {"requests": 12, "prompt_tokens": 1000, "cached_tokens": 750}}
+    totals = {**state["totals"], "adapters": uses, "drafts": drafts}
+    series = {name: [0.5] * 20 for name in state["history"]["series"]}
+    told = {
+        **state,
+        "interval": 0.3,
+        "models": models,
+        "server": {**state["server"], "models": [MODEL, "other"]},
+        "engine": {**state["engine"], "adapters": adapters},
+        "totals": totals,
+        "history": {**state["history"], "until": state["now"], "series": series},
+    }
+    one.page.route("**/kvloom/state*", lambda route: tell(route, told))
+    one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": []}))
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.wait_for_selector("#adapters-table >> text=sql")
+    rows = [row.split("\t") for row in one.page.locator("#adapters-table tbody tr").all_inner_texts()]
+    assert rows[0][0] == "no adapter"
+    assert (rows[1][0], rows[1][2], rows[1][3], rows[1][5], rows[1][7]) == (
+        "sql",
+        "no",
+        "2.00 MiB",
+        "12",
+        "75 %",
+    )
+    rows = [row.split("\t") for row in one.page.locator("#models-table tbody tr").all_inner_texts()]
+    assert [row[0] for row in rows] == [MODEL, "other"]
+    assert rows[0][2:6] == ["64.0 MiB", "16.0 MiB", "16.0 MiB", "50 %"]
+    assert rows[0][-1] == "25 %"
+    assert "1.8 draft tokens each, 72 % of them accepted" in one.page.inner_text("#drafts-about")
+    assert one.page.inner_text("#curve-accept strong") == "50 %"
+    shares = one.page.evaluate(
+        "[...document.querySelectorAll('#drafts-bars .track i')].map((bar) => bar.offsetWidth / bar.parentNode.offsetWidth)"
+    )
+    assert shares == pytest.approx([0.9, 0.5], abs=0.02)
+    assert one.page.evaluate(AUDIT) == []
+    one.page.focus("#models-table tr[data-key=other] button")
+    one.page.keyboard.press("Enter")
+    until(
+        one.page, "performance.getEntriesByType('resource').some(e => e.name.includes('state?model=other'))"
+    )
+    assert one.complaints == []
+    one.context.close()
 
 
 LONG = {

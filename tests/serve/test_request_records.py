@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvloom import cli
 from kvloom.core import MISS_REASONS
-from kvloom.engine import SamplingParams
+from kvloom.engine import Request, SamplingParams
 from kvloom.serve.explain_command import describe
 from kvloom.serve.metrics.metrics import Metrics
 from kvloom.serve.metrics.observer import RequestObserver
 from kvloom.serve.metrics.request_records import RequestRecord, RequestRecords, explain_miss
 from kvloom.serve.metrics.trace_recorder import Recorder
 from kvloom.serve.worker.engine_client import EngineClient
-from kvloom.serve.worker.messages import Add, RequestProgress, Start
+from kvloom.serve.worker.messages import MAX_CHUNKS, Add, RequestProgress, Start
+from kvloom.serve.worker.worker import _OpenRequest
 from tests.serve.receiver import Receiver
 from tests.serve.running import MODEL, Running
 
@@ -43,7 +47,7 @@ def prompt(seed: int, length: int = 100) -> list[int]:
 def record_of(server: Running, id_: str, key: str | None = None) -> dict[str, Any]:
     status, _, found = server.send("GET", f"/kvloom/requests/{id_}", key=key)
     assert status == 200, found
-    assert set(found) == FIELDS
+    assert set(found) == FIELDS | {"waterfall"}
     return dict(found)
 
 
@@ -199,6 +203,54 @@ def test_explain_describes_a_request(observed: Observed) -> None:
     assert json.loads(explain(server, id_, "--json").stdout) == record_of(server, id_, RED)
     listed = explain(server)
     assert listed.stdout.splitlines()[1].startswith(id_)
+
+
+def test_the_waterfall_of_a_request_covers_its_phases(observed: Observed) -> None:
+    server, _ = observed
+    id_ = server.complete(RED, prompt=prompt(23, 200), max_tokens=4, ignore_eos=True)["id"]
+    record = record_of(server, id_, RED)
+    phases = record["waterfall"]
+    assert [phase["phase"] for phase in phases][:2] == ["queue", "prefill"]
+    assert phases[-1]["phase"] == "decode"
+    assert sum(phase["tokens"] for phase in phases if phase["phase"] == "prefill") == 200
+    assert phases[-1]["tokens"] == 4
+    ends = [0.0, *(phase["end_s"] for phase in phases)]
+    assert all(phase["start_s"] >= end - 1e-5 for phase, end in zip(phases, ends, strict=False))
+    assert ends[-1] <= record["total_s"] + 1e-5
+    text = explain(server, id_).stdout
+    assert re.search(r"^  prefill .* 200 tokens .*█", text, re.MULTILINE), text
+
+
+def test_phases_of_loads_and_of_open_requests() -> None:
+    now = time.monotonic()
+    record = RequestRecord("cmpl-1", "", {1: 100, 2: 40}, 2, 8, True, time.time(), now - 10)
+    progress = RequestProgress(1, now - 9, now - 8, 0.0, 64, {"host": 64}, 64, "never seen")
+    loads = [("host", now - 9, now - 8.5, 64)]
+    record.progress[1] = msgspec.structs.replace(
+        progress, loads=loads, chunks=[(now - 8, now - 7, 20), (now - 5, now - 4, 10)]
+    )
+    found = [
+        (x["prompt"], x["phase"], x["tier"], x["start_s"], x["end_s"], x["tokens"])
+        for x in record.waterfall()
+    ]
+    assert found[:4] == [
+        (0, "queue", "", 0.0, 1.0, None),
+        (0, "load", "host", 1.0, 1.5, 64),
+        (0, "prefill", "", 2.0, 3.0, 20),
+        (0, "prefill", "", 5.0, 6.0, 10),
+    ]
+    assert [one[:4] for one in found[4:]] == [(0, "prefill", "", 6.0), (1, "queue", "", 0.0)]
+    assert all(10.0 <= one[4] < 60.0 for one in found[4:])
+
+
+def test_the_chunks_of_a_prompt_are_bounded_and_keep_their_sum() -> None:
+    one = _OpenRequest(Add(1, [0], SamplingParams(), True), Request(0, (0,), SamplingParams()), 0)
+    for i in range(1000):
+        one.add_chunk(i - 0.5, i + 1.0, 3)  # launched before the previous chunk ended
+        assert len(one.chunks) <= MAX_CHUNKS
+    assert sum(tokens for *_, tokens in one.chunks) == 3000
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(one.chunks))
+    assert (one.chunks[0][0], one.chunks[-1][1]) == (-0.5, 1000.0)
 
 
 def test_explain_reports_errors(observed: Observed) -> None:

@@ -1,6 +1,7 @@
 """Benchmarks: `kvloom bench`. The files in brackets are parts of the benchmark.
 
 command.py                selects a benchmark
+compare.py                kvloom and every installed peer on the same work (chart.py)
 index.py                  cost of the cache bookkeeping (index_work.py, peers.py)
 kernels.py                time of GPU kernels (attention_work.py, state_work.py, expert_work.py, gpu_timing.py,
                           gpu_peers.py)

@@ -13,6 +13,7 @@ TERMINATED = 143
 RENAMED = {"below": "offload"}
 """Former names of benchmarks, accepted for one version."""
 BENCHMARKS = {
+    "compare": "kvloom and every installed peer on the same work, with a chart (both)",
     "index": "cache bookkeeping: hash, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",

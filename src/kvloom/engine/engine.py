@@ -46,6 +46,7 @@ from .execution import (
     OutputProcessor,
     PoolRule,
     PoolSize,
+    PrefillChunks,
     allocate_kv_memory,
     eos_tokens,
     free_device_bytes,
@@ -191,6 +192,8 @@ class Engine:
         self._token_mover = TokenMover(self.cache, self.buffer)
         self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
+        self.finished_prefill = PrefillChunks()
+        """The prompt chunks of the step that the last call of `step` finished."""
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
@@ -611,6 +614,7 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        self.finished_prefill = PrefillChunks() if finished is None else finished.prefill
         if finished is not None:
             self.scheduler.slo.observe_step(finished.size, clock.now() - began)
         elif self._inflight is None and self.scheduler.slo.held:
@@ -732,6 +736,7 @@ class Engine:
         self._apply_copies()
         if not work:
             return None
+        launched = time.monotonic()
         if any(draft.parents for draft in proposed.values()):
             supported = self.runner.supports_trees([part for _, part in work])
             work = Speculation.add_trees(work, proposed, supported)
@@ -794,6 +799,7 @@ class Engine:
             self.scheduler.decoding,
             embeddings,
             drafts if speculates else (),
+            launched,
         )
 
     def _run_model(

@@ -36,6 +36,7 @@ from .api import (
     ServerContext,
     TokenizeEndpoint,
     UnloadAdapterEndpoint,
+    asked_time,
     documentation_routes,
     openapi,
     parse_digits,
@@ -208,7 +209,7 @@ def _record_routes(context: ServerContext) -> list[Route]:
             raise bad_request(f"limit {given[:32]!r} must be 1 to {MAX_RECORDS}", "limit")
         asked = request.query_params.get("model")
         model = None if asked is None else context.served(asked).name
-        found = context.records.latest(limit, tenant, model)
+        found = context.records.latest(limit, tenant, model, asked_time(request, "until"))
         return _json({"requests": [record.to_dict(operator=tenant is None) for record in found]})
 
     async def record(request: Request) -> Response:
@@ -216,7 +217,7 @@ def _record_routes(context: ServerContext) -> list[Route]:
         found = context.records.find(id_, tenant)
         if found is None:
             raise unknown_request(id_)
-        return _json(found.to_dict(operator=tenant is None))
+        return _json({**found.to_dict(operator=tenant is None), "waterfall": found.waterfall()})
 
     return [
         Route("/kvloom/requests", records),

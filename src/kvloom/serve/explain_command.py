@@ -16,6 +16,9 @@ from .words import POOL
 
 __all__ = ["arguments", "describe", "run"]
 
+BAR = 40
+"""Width of the time axis of a waterfall, in characters."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -75,7 +78,33 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         )
     if record.get("slo") is not None:
         lines += _objective(record["slo"])
-    return lines
+    return lines + _waterfall(record.get("waterfall", []), record["prompts"] > 1)
+
+
+def _waterfall(phases: list[Mapping[str, Any]], several: bool) -> list[str]:
+    """Return one line per phase: name, start, duration, tokens, and a bar on a common time axis."""
+    if not phases:
+        return []
+    scale = BAR / max(1e-9, *(phase["end_s"] for phase in phases))
+    rows = []
+    for phase in phases:
+        name = f"{phase['phase']} {phase['tier']}".strip()
+        duration = phase["end_s"] - phase["start_s"]
+        first = min(BAR - 1, int(phase["start_s"] * scale))
+        tokens = "" if phase["tokens"] is None else f"{phase['tokens']:,} tokens"
+        rows.append((
+            f"prompt {phase['prompt'] + 1}: {name}" if several else name,
+            f"at {_seconds(phase['start_s'])}", _seconds(duration), tokens,
+            " " * first + "█" * max(1, min(BAR - first, round(duration * scale))),
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return [
+        "",
+        *(
+            f"  {name:<{widths[0]}}  {start:>{widths[1]}}  {took:>{widths[2]}}  {tokens:>{widths[3]}}  {bar}"
+            for name, start, took, tokens, bar in rows
+        ),
+    ]
 
 
 def _objective(slo: Mapping[str, Any]) -> list[str]:

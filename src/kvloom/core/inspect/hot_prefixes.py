@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,16 +38,19 @@ class HotPrefixes:
         self._places: dict[int, tuple[int, int, list[int]]] = {}
         self._looks = 0
         self._complete = 0.0  # time at which the last pass ended
+        self._bytes: Counter[str] = Counter()  # bytes of nodes of the current pass, by adapter
+        self._adapter_bytes: dict[str, int] = {}
 
     def walk(self, until: float) -> Iterator[Node]:
         """Continue the current pass and yield its nodes. Stops at the end of the pass, or when `time.thread_time()`
         reaches `until`. The next call then continues the pass."""
         if not self._todo:
-            self._todo, self._best = list(self._state.tree.roots.values()), []
+            self._todo, self._best, self._bytes = list(self._state.tree.roots.values()), [], Counter()
         while self._todo:
             node = self._todo.pop()
             if node.parent is not None:  # the node is not a root, and was not evicted since
                 yield node
+                self._bytes[node.root.adapter] += node.bytes + sum([c.bytes for c in node.checkpoints])
                 one = (node.hits, node.last_used, node.serial), node
                 if len(self._best) < self._most:
                     heapq.heappush(self._best, one)
@@ -55,7 +59,7 @@ class HotPrefixes:
             self._todo += node.children.values()
             if time.thread_time() > until and self._todo:
                 return
-        self._hot = self._sorted()
+        self._hot, self._adapter_bytes = self._sorted(), dict(self._bytes)
         self._complete = self._state.clock.now()
 
     def report(
@@ -63,7 +67,7 @@ class HotPrefixes:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the hot nodes as JSON data, each after its parent. `where` returns the pool cells of a node, and
         `tenant` the index of a tenant name in the map. "age" of the whole report is the number of seconds since the
-        last complete pass."""
+        last complete pass. "adapter_bytes" are the cached bytes by adapter in that pass; "" is no adapter."""
         now = self._state.clock.now()
         self._looks += 1
         chosen: dict[int, Node] = {}
@@ -81,6 +85,7 @@ class HotPrefixes:
             "nodes": self._state.tree.nodes,
             "roots": len(self._state.tree.roots),
             "age": round(now - self._complete, 1) if self._complete else None,
+            "adapter_bytes": self._adapter_bytes,
             "branches": [self._branch(node, now, where, tenant) for node in chosen.values()],
         }
 

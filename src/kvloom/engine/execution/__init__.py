@@ -15,7 +15,7 @@ threads.py           use_threads: CPU threads of torch
 
 from .draft_graphs import DraftGraphs
 from .head_runner import HeadRunner
-from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
+from .inflight_step import InflightStep, PrefillChunks, PromptLogprobs, prompt_logprobs
 from .kv_memory import KVMemory, allocate_kv_memory
 from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
 from .model_runner import ModelRunner, graph_sizes
@@ -40,6 +40,7 @@ __all__ = [
     "PoolRule",
     "PoolSize",
     "PooledPrompt",
+    "PrefillChunks",
     "PromptLogprobs",
     "allocate_kv_memory",
     "cores",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,19 @@ from kvloom.engine.speculation import Draft
 
 from .pooling import PooledPrompt
 
-__all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
+__all__ = ["InflightStep", "PrefillChunks", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
 """A request, the position of a prompt token, and the log-probabilities of the prompt tokens from that position on."""
+
+
+class PrefillChunks(NamedTuple):
+    """The prompt chunks of a step: the time of its launch on the monotonic clock, and for each chunk the order of its
+    request and its number of tokens. Requests that decode with drafts are also listed.
+    """
+
+    launched: float = 0.0
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ class InflightStep:
     draft token."""
     size: StepSize = field(default_factory=StepSize)
     """The amounts of work in the step, from which its time is estimated."""
+    prefill: PrefillChunks = field(default_factory=PrefillChunks)
 
     @classmethod
     def create(
@@ -56,18 +67,22 @@ class InflightStep:
         decoding: int = 0,
         embeddings: Sequence[PooledPrompt] = (),
         drafts: Sequence[Draft] = (),
+        launched: float = 0.0,
     ) -> InflightStep:
         """Start to copy the results of a launched step to the host, and return the in-flight step. Does not wait.
 
         The first `decoding` entries of `work` are decoding requests with one token each. `requests` are the requests
         of the sampled tokens, and `drafts` their drafts. `sampled`, `prompts` and `embeddings` are results on the
-        device: sampled tokens, prompt log-probabilities and embeddings.
+        device: sampled tokens, prompt log-probabilities and embeddings. `launched` is the time of the launch.
         """
         tokens, logprobs = sampled.tokens, sampled.logprobs
         prompts_of = [
             (request, len(part.tokens)) for request, part in work[decoding:] if len(part.tokens) > 1
         ]
         prompt_tokens = sum(count for _, count in prompts_of)
+        prefill = PrefillChunks(
+            launched, tuple([(request.order, len(part.tokens)) for request, part in work[decoding:]])
+        )
         size = StepSize(
             prompt_tokens,
             len(work) - len(prompts_of),
@@ -86,6 +101,7 @@ class InflightStep:
                 tuple(embeddings),
                 tuple(drafts),
                 size,
+                prefill,
             )
         host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
@@ -94,7 +110,17 @@ class InflightStep:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return cls(
-            work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts), size
+            work,
+            requests,
+            host,
+            logprobs,
+            prompts,
+            event,
+            prompt_tokens,
+            embeddings,
+            tuple(drafts),
+            size,
+            prefill,
         )
 
     @property

@@ -44,7 +44,7 @@ from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
 from .request_fields import engine_error, read_fields
 from .served_model import ServedModel
-from .server_context import ServerContext, is_loopback, parse_digits
+from .server_context import ServerContext, asked_time, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "TokenizeEndpoint",
     "UnloadAdapterEndpoint",
     "allowed_folder",
+    "asked_time",
     "close_idle",
     "documentation_routes",
     "engine_error",

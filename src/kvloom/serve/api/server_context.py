@@ -217,6 +217,19 @@ def parse_digits(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
+def asked_time(request: Request, name: str) -> int | None:
+    """Return the parameter `name` of an address, a Unix time in whole seconds, or None if it is not given. Raises
+    ApiError for other text.
+    """
+    given = request.query_params.get(name)
+    if given is None:
+        return None
+    at = parse_digits(given)
+    if at is None:
+        raise bad_request(f"{name} {given[:32]!r} must be a time in whole seconds since 1970", name)
+    return at
+
+
 def _host_name(host: str) -> str:
     """Return a host without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -4,6 +4,7 @@
     assets.py             files and headers of the pages
     dashboard_state.py    Dashboards: cache snapshot and history of each model as JSON
     history.py            samples of counters
+    past.py               Past: the documents of the past hour
     terminal.py           the dashboard as terminal output
     command.py            `kvloom top`
     fleet_terminal.py     a router's fleet as terminal output

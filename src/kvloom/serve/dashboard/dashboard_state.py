@@ -2,6 +2,7 @@
 
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
+    every 15 s  a frame: snapshot and totals, for `state_json(at=…)`
 
 While the engine is loading, dead or in a long step, viewers see the last snapshot with its age. This module is
 independent of HTTP.
@@ -23,6 +24,7 @@ from kvloom.serve.metrics import age_histogram
 from kvloom.serve.words import MISS_REASONS, OUTCOMES
 
 from .history import QUANTILES, History
+from .past import FRAME_SECONDS, Past
 
 __all__ = ["DashboardState", "Dashboards"]
 
@@ -30,6 +32,9 @@ REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
 """Longest time in seconds that viewers wait for a new snapshot. After that they get the previous snapshot."""
 SAMPLE_SECONDS = 2.0
+PAST_REFRESH_SECONDS = 5.0
+"""Seconds after which a page that shows the past asks again, to extend its time axis."""
+WORDS = {"miss_reasons": MISS_REASONS, "outcomes": OUTCOMES}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -53,6 +58,8 @@ class Dashboards:
             models = list(self._context.models.values())
             for served in models:
                 self.of(served).sample(time.time())
+                if served.metrics.is_enabled:
+                    self.of(served).keep(time.time())
             self._states = {served: state for served, state in self._states.items() if served in models}
 
 
@@ -66,10 +73,71 @@ class DashboardState:
         self._snapshot_at = 0.0
         self._cached_json: tuple[float, bytes] = (0.0, b"")
         self._refreshing: asyncio.Task[None] | None = None
+        self._past = Past()
+        self._keeping: asyncio.Task[None] | None = None
+        self._kept_steps = [-1, -1]  # the engine's steps at the last two frames
+        self._kept_tiers: tuple[float, dict[str, tuple[int, int]]] = (0.0, {})
 
     def sample(self, now: float) -> None:
         """Take a sample for the history."""
         self._history.sample(now)
+
+    def keep(self, now: float) -> None:
+        """Keep a frame of the past, if the last one is FRAME_SECONDS old. A frame needs a snapshot of the engine, which
+        a task awaits. While the engine runs no steps, the last frame is repeated.
+        """
+        busy = self._keeping is not None and not self._keeping.done()
+        if (
+            busy
+            or now - self._past.last < FRAME_SECONDS - SAMPLE_SECONDS / 2
+            or not self._served.engine.is_ready
+        ):
+            return
+        steps = self._served.engine.stats.steps
+        if self._kept_steps == [steps, steps]:
+            self._past.repeat(now)
+            return
+        self._kept_steps = [self._kept_steps[1], steps]
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        if time.time() - self._snapshot_at > SAMPLE_SECONDS:
+            await self._refresh()
+        if self._snapshot is not None:
+            document = {**self._now(), "tier_rates": self._tier_rates(time.time())}
+            self._past.add(time.time(), _encode(document))
+
+    def _tier_rates(self, now: float) -> list[dict[str, int]]:
+        """Return the bytes per second of each tier since the last frame: `down` for offloads, `up` for loads."""
+        (before, bytes_before), tiers = self._kept_tiers, self._served.engine.stats.tiers
+        self._kept_tiers = now, {tier.name: (tier.bytes_written, tier.bytes_read) for tier in tiers}
+        rates = []
+        for name, (written, read) in self._kept_tiers[1].items():
+            past = bytes_before.get(name, (written, read))
+            seconds = max(1e-3, now - before)
+            down, up = max(0, written - past[0]) / seconds, max(0, read - past[1]) / seconds
+            rates.append({"down": round(down), "up": round(up)})
+        return rates
+
+    def past_json(self, at: float) -> bytes | None:
+        """Return the state at the Unix time `at` as JSON: the last frame before it, and the samples up to it. Return
+        None if no frame is kept. Does not ask the engine.
+        """
+        found = self._past.find(at)
+        if found is None:
+            return None
+        time_, document = found
+        parts: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+        return _encode({
+            **parts, "now": time_, "engine_at": time_, "interval": PAST_REFRESH_SECONDS,
+            "history": self._history.to_dict(max(at, time_)), "past": self._past_range(), "words": WORDS,
+        })  # fmt: skip
+
+    def _past_range(self) -> dict[str, Any]:
+        """Return the range of time of the frames, and the load in it."""
+        found = self._past.to_dict()
+        start, end = found["from"], found["until"]
+        return {**found, "load": [] if start is None else self._history.overview(start, end)}
 
     async def state_json(self) -> bytes:
         """Return the whole state as JSON. Requests at most one snapshot per REFRESH_SECONDS."""
@@ -92,13 +160,23 @@ class DashboardState:
         self._cached_json = time.monotonic(), _encode(self._state())
 
     def _state(self) -> dict[str, Any]:
+        return {
+            "now": time.time(),
+            "interval": REFRESH_SECONDS,
+            "engine_at": self._snapshot_at or None,
+            **self._now(),
+            "history": self._history.to_dict(),
+            "past": self._past_range(),
+            "words": WORDS,
+        }
+
+    def _now(self) -> dict[str, Any]:
+        """Return the part of the state that a frame of the past stores."""
         context, served = self._context, self._served
         link = served.engine
         facts = link.info
         status = "draining" if context.limiter.is_draining else "ok" if link.is_ready else "loading"
         return {
-            "now": time.time(),
-            "interval": REFRESH_SECONDS,
             "server": {
                 "status": status,
                 "model": served.name,
@@ -111,11 +189,9 @@ class DashboardState:
                 "pool_bytes": None if facts is None else facts.pool_bytes,
                 "bytes_per_token": None if facts is None else facts.bytes_per_token,
             },
-            "engine_at": self._snapshot_at or None,
+            "models": [_model(one) for one in context.models.values()],
             "engine": None if self._snapshot is None else msgspec.Raw(self._snapshot),
-            "history": self._history.to_dict(),
             "totals": self._totals(),
-            "words": {"miss_reasons": MISS_REASONS, "outcomes": OUTCOMES},
         }
 
     def _totals(self) -> dict[str, Any]:
@@ -132,6 +208,7 @@ class DashboardState:
             "saved_seconds": round(metrics.saved_time.seconds, 3),
             "hit_tokens": dict(metrics.hit_tokens),
             "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
+            "adapters": {name: asdict(use) for name, use in metrics.adapter_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
             "policy": stats.policy,
             "drafts": {
@@ -149,6 +226,23 @@ class DashboardState:
                 "reused_p50": reused.quantile(0.5),
             },
         }
+
+
+def _model(served: ServedModel) -> dict[str, Any]:
+    """Return status, pool, load and hits of one model, for the list of all models."""
+    stats, facts, metrics = served.engine.stats, served.engine.info, served.metrics
+    return {
+        "name": served.name,
+        "status": served.status,
+        "pool_bytes": None if facts is None else facts.pool_bytes,
+        "in_use_bytes": stats.in_use_bytes,
+        "cached_bytes": stats.cached_bytes,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "adapters": len(stats.adapters),
+        "prompt_tokens": metrics.prompt_tokens,
+        "cached_tokens": metrics.cached_tokens,
+    }
 
 
 def _quantiles(histogram: Histogram) -> dict[str, float | None]:

@@ -1,7 +1,10 @@
-"""Samples of counters over the last minutes, as rates between consecutive samples."""
+"""Samples of counters over the last hour, as rates between consecutive samples."""
 
 from __future__ import annotations
 
+import bisect
+import math
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,12 +29,19 @@ SERIES = (
     "used",
     "in_use",
     "evicted_rate",
+    "accept_rate",
+    "draft_tokens",
 )
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOW = 30
 """Number of samples (one minute) over which quantiles of time to first token (ttft) and time between tokens (itl) are
 computed."""
-MAX_SAMPLES = 300
+MAX_SAMPLES = 1800
+"""Number of samples that are kept: one hour at a sample every 2 s. About 0.2 KB per sample."""
+SHOWN_SAMPLES = 300
+"""Largest number of samples in a document: ten minutes."""
+OVERVIEW = 120
+"""Largest number of points of the curve over all samples."""
 
 
 class Samples:
@@ -41,7 +51,9 @@ class Samples:
 
     def __init__(self, names: Sequence[str], histograms: Sequence[Histogram], seconds: float) -> None:
         self._names, self._histograms, self._seconds = names, histograms, seconds
-        self._rows: deque[list[float | None]] = deque(maxlen=MAX_SAMPLES)
+        self._rows: deque[array[float]] = deque(
+            maxlen=MAX_SAMPLES
+        )  # time, then values; NaN: nothing measured
         self._before: tuple[float, Mapping[str, float]] | None = None
         self._last = 0.0
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
@@ -64,17 +76,41 @@ class Samples:
         return [one.quantile(q) for one in recent for q in QUANTILES]
 
     def add(self, row: Sequence[float | None]) -> None:
-        """Add a sample: one value per name."""
-        self._rows.append([None if value is None else round(max(0.0, value), 6) for value in row])
+        """Add a sample: one value per name. Call it after `increments`, which sets the time of the sample."""
+        values = (math.nan if value is None else round(max(0.0, value), 6) for value in row)
+        self._rows.append(array("d", (self._last, *values)))
 
     def _histogram_counts(self) -> list[list[int]]:
         return [list(histogram.counts) for histogram in self._histograms]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return one list per series, oldest value first. `until` is the time of the last value."""
-        rows = list(self._rows)
-        series = {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
-        return {"seconds": self._seconds, "until": self._last or None, "series": series}
+    def to_dict(self, until: float | None = None) -> dict[str, Any]:
+        """Return one list per series for the SHOWN_SAMPLES samples up to the time `until` (None means now), oldest
+        value first. `until` in the result is the time of the last value."""
+        end = len(self._rows)
+        if until is not None:
+            end = bisect.bisect_right(self._rows, until, key=lambda row: row[0])
+        rows = [self._rows[i] for i in range(max(0, end - SHOWN_SAMPLES), end)]
+        last = rows[-1][0] if until is not None and rows else self._last
+        series = {name: [_measured(row[i]) for row in rows] for i, name in enumerate(self._names, 1)}
+        return {"seconds": self._seconds, "until": last or None, "series": series}
+
+    def overview(self, name: str, start: float, end: float) -> list[float | None]:
+        """Return the means of one series in equal parts of the time from `start` to `end`. There are at most OVERVIEW
+        parts, each of at least two samples. A part without a sample is None."""
+        at = self._names.index(name) + 1
+        parts = max(1, min(OVERVIEW, int((end - start) / (2 * self._seconds))))
+        sums, counts = [0.0] * parts, [0] * parts
+        scale = parts / max(1e-3, end - start)
+        for row in self._rows:
+            part = int((row[0] - start) * scale)
+            if 0 <= part <= parts and not math.isnan(row[at]):
+                sums[min(part, parts - 1)] += row[at]
+                counts[min(part, parts - 1)] += 1
+        return [round(total / n, 3) if n else None for total, n in zip(sums, counts, strict=True)]
+
+
+def _measured(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 class History:
@@ -94,6 +130,9 @@ class History:
             "hits": stats.hit_tokens,
             "evictions": stats.evictions,
             "restarts": link.restarts,
+            "drafts": stats.drafts,
+            "proposed": sum(stats.proposed_tokens),
+            "accepted": sum(stats.accepted_tokens),
         }
         found = self._samples.increments(now, counters)
         quantiles = self._samples.quantiles()
@@ -115,8 +154,14 @@ class History:
             used,
             used * stats.in_use_pages / pages if pages else 0.0,
             more["evictions"] / seconds,
+            more["accepted"] / more["proposed"] if more["proposed"] > 0 else None,
+            1 + more["accepted"] / more["drafts"] if more["drafts"] > 0 else None,
         ])  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the samples as plain data for JSON."""
-        return self._samples.to_dict()
+    def to_dict(self, until: float | None = None) -> dict[str, Any]:
+        """Return the samples up to the time `until` (None means now) as plain data for JSON."""
+        return self._samples.to_dict(until)
+
+    def overview(self, start: float, end: float) -> list[float | None]:
+        """Return the output tokens per second in equal parts of a range of time."""
+        return self._samples.overview("output_rate", start, end)

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from kvloom.serve.api import ServerContext
-from kvloom.serve.errors import not_found
+from kvloom.serve.api import ServerContext, asked_time
+from kvloom.serve.errors import ApiError, not_found
 
 from .assets import HEADERS, file_type, page_files
 from .dashboard_state import Dashboards
@@ -41,7 +41,15 @@ def dashboard_routes(context: ServerContext, dashboards: Dashboards) -> list[Rou
     async def state(request: Request) -> Response:
         context.require_admin(request)
         headers = {**HEADERS, "cache-control": "no-store"}
-        state = await dashboards.of(context.asked_model(request)).state_json()
+        dashboard, at = dashboards.of(context.asked_model(request)), asked_time(request, "at")
+        state = await dashboard.state_json() if at is None else dashboard.past_json(at)
+        if state is None:
+            raise ApiError(
+                404,
+                "no state of the past is kept yet; the first is kept a few seconds after the start",
+                "at",
+                "no_past",
+            )
         return Response(state, media_type="application/json", headers=headers)
 
     return [

@@ -36,12 +36,12 @@ VLLM_FINISH_REASONS = {
 
 
 MAX_TENANTS = 100
-"""Largest number of tenants whose tokens are counted by name."""
+"""Largest number of tenants, and of adapters, whose tokens are counted by name."""
 
 
 @dataclass(slots=True)
-class TenantTokens:
-    """Counts of one tenant: finished requests, their prompt tokens, and cached prompt tokens."""
+class TokenUse:
+    """Counts of one tenant or adapter: finished requests, their prompt tokens, and cached prompt tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -88,7 +88,9 @@ class Metrics:
         self.finish_reasons = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
         self.hit_tokens = Counter({"device": 0})
         self.saved_time = SavedTime()
-        self.tenant_tokens: dict[str, TenantTokens] = {}
+        self.tenant_tokens: dict[str, TokenUse] = {}
+        self.adapter_tokens: dict[str, TokenUse] = {}
+        """By name of the LoRA adapter; "" is the base model. Empty until a request names an adapter."""
         self.ttft, self.inter_token, self.time_per_token = (
             Histogram(TTFT_SECONDS),
             Histogram(TOKEN_SECONDS),
@@ -112,7 +114,9 @@ class Metrics:
         for reason in record.finish_reasons or ["cancelled" if record.is_disconnected else "failed"]:
             self.finish_reasons[reason] += 1
         self.hit_tokens.update(record.hit_tokens)
-        self._count_tenant(record)
+        _count_use(self.tenant_tokens, record.tenant, record)
+        if record.adapter or self.adapter_tokens:
+            _count_use(self.adapter_tokens, record.adapter or "", record)
         self.request_time.add(record.seconds)
         self.prompt_lengths.add(record.prompt_tokens)
         self.output_lengths.add(record.output_tokens)
@@ -133,17 +137,6 @@ class Metrics:
             self.time_per_token.add(each)
             if not record.stream:
                 self.inter_token.add(each, record.output_tokens - record.answers)
-
-    def _count_tenant(self, record: RequestRecord) -> None:
-        """Count the tokens of a request for its tenant. At most MAX_TENANTS tenants are counted."""
-        use = self.tenant_tokens.get(record.tenant)
-        if use is None:
-            if len(self.tenant_tokens) >= MAX_TENANTS:
-                return
-            use = self.tenant_tokens[record.tenant] = TenantTokens()
-        use.requests += 1
-        use.prompt_tokens += record.prompt_tokens
-        use.cached_tokens += record.cached_tokens
 
     def tenant_series(self, tenant: str | None, everyone: bool) -> list[Series]:
         """With `everyone`, return the series of every tenant. Otherwise return the series of `tenant`, or an empty list
@@ -190,3 +183,13 @@ class Metrics:
             return PoolInfo()
         padding = {str(row["group"]).rsplit(" #", 1)[0]: float(row["waste"]) for row in info.layout}
         return PoolInfo(info.slab_bytes, info.block_tokens, padding)
+
+
+def _count_use(uses: dict[str, TokenUse], name: str, record: RequestRecord) -> None:
+    """Count the tokens of a request under a name. At most MAX_TENANTS names are counted."""
+    if name not in uses and len(uses) >= MAX_TENANTS:
+        return
+    use = uses.setdefault(name, TokenUse())
+    use.requests += 1
+    use.prompt_tokens += record.prompt_tokens
+    use.cached_tokens += record.cached_tokens

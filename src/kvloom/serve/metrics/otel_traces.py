@@ -96,6 +96,7 @@ class Traces:
                 progress.started,
                 progress.first_token or last,
                 tokens=record.prompts[progress.id] - progress.cached_tokens,
+                chunks=len(progress.chunks),
             )
             if progress.first_token:
                 part("decode", progress.first_token, last, preemptions=progress.preemptions)

@@ -129,6 +129,39 @@ class RequestRecord:
         found = [progress.slo for progress in self.progress.values() if progress.slo is not None]
         return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
+    def waterfall(self) -> list[dict[str, Any]]:
+        """Return the phases of the request in order of their start: queue, load, prefill and decode. `start_s` and
+        `end_s` are seconds since the arrival. A load has a tier. The phase that still runs ends now. A request with
+        several prompts has phases of each prompt, numbered from 0.
+        """
+        now = self.finished or time.monotonic()
+        phases: list[dict[str, Any]] = []
+
+        def add(prompt: int, name: str, start: float, end: float, tokens: int | None, tier: str = "") -> None:
+            start = max(start, self.started)
+            phases.append({
+                "prompt": prompt, "phase": name, "tier": tier, "tokens": tokens,
+                "start_s": round(start - self.started, 6), "end_s": round(max(start, end) - self.started, 6),
+            })  # fmt: skip
+
+        for number, id_ in enumerate(self.prompts):
+            progress = self.progress.get(id_)
+            if progress is None:
+                add(number, "queue", self.started, now, None)
+                continue
+            add(number, "queue", self.started, progress.looked_up or progress.started, None)
+            for tier, start, end, tokens in progress.loads:
+                add(number, "load", start, end, tokens, tier)
+            for start, end, tokens in progress.chunks:
+                add(number, "prefill", start, end, tokens)
+            computed = progress.chunks[-1][1] if progress.chunks else progress.started
+            if not progress.first_token and not self.finished:
+                add(number, "prefill", computed, now, None)
+            if progress.first_token:
+                alone = self.output_tokens if len(self.prompts) == 1 else None
+                add(number, "decode", progress.first_token, now, alone)
+        return sorted(phases, key=lambda phase: (phase["prompt"], phase["start_s"]))
+
     def to_dict(self, operator: bool) -> dict[str, Any]:
         """Return the record as plain data for JSON. With `operator` (a caller that may see all tenants), the miss
         reason may state that another tenant has the missing prefix.
@@ -191,13 +224,17 @@ class RequestRecords:
             return found if tenant in (None, found.tenant) else None
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
-    def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` that `tenant` may see. None means any model, or any tenant.
-        O(records)."""
+    def latest(
+        self, count: int, tenant: str | None, model: str | None = None, until: float | None = None
+    ) -> list[RequestRecord]:
+        """Return the newest records of `model` that `tenant` may see, of requests that arrived at the Unix time `until`
+        or before. None means any model, any tenant, or now. O(records)."""
         seen = (
             one
             for one in reversed(self._ring.values())
-            if tenant in (None, one.tenant) and model in (None, one.model)
+            if tenant in (None, one.tenant)
+            and model in (None, one.model)
+            and (until is None or one.arrived <= until)
         )
         return [one for _, one in zip(range(count), seen, strict=False)]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
+from .adapter_loads import adapter_infos
 from .messages import TierUsage
 from .stats import tier_usages
 
@@ -34,7 +35,31 @@ class CacheSnapshot:
         snapshot: dict[str, Any] = self._pool_map.look()
         snapshot["running"], snapshot["waiting"] = len(scheduler.running), scheduler.waiting
         snapshot["tiers"] = self._tiers()
+        snapshot["adapters"] = self._adapters(snapshot["tree"].pop("adapter_bytes"))
         return _encode(snapshot)
+
+    def _adapters(self, cached: dict[str, int]) -> list[dict[str, Any]]:
+        """Return the LoRA adapters with their cached bytes, after the base model, whose name is "". Empty if the engine
+        has no adapters. The blocks of an activated LoRA count as blocks of the base model. `cached` has the bytes by
+        adapter of `CacheControl`, which ends with the digest of a LoRA adapter."""
+        infos = adapter_infos(self._engine)
+        if not infos:
+            return []
+        by_digest: Counter[str] = Counter()
+        for adapter, size in cached.items():
+            by_digest[adapter.rpartition(" ")[2]] += size
+        base = {"name": "", "rank": 0, "requests": None, "resident": True}
+        base["bytes"] = sum(by_digest.values()) - sum(by_digest[one.digest] for one in infos)
+        return [base] + [
+            {
+                "name": one.name,
+                "rank": one.rank,
+                "requests": one.requests,
+                "resident": one.is_resident,
+                "bytes": by_digest[one.digest],
+            }
+            for one in infos
+        ]
 
     def _tiers(self) -> list[dict[str, Any]]:
         """Return the tiers, fastest first."""

@@ -295,6 +295,10 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True):
     """Objective and prediction of a request that cannot meet its objective, in milliseconds."""
 
 
+MAX_CHUNKS = 64
+"""Largest number of prompt chunks in a RequestProgress message."""
+
+
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
 
@@ -312,6 +316,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `draft_tokens`         | number of draft tokens that were proposed, for all answers                             |
     | `accepted_tokens`      | number of `draft_tokens` that were accepted                                            |
     | `slo`                  | objective, prediction and outcome (`SloState.report`), if the request has an objective |
+    | `chunks`               | computed prompt chunks: start, end, tokens. At most MAX_CHUNKS; more are merged        |
     """
 
     id: int
@@ -331,6 +336,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     slo: dict[str, Any] | None = None
+    chunks: list[tuple[float, float, int]] = []
 
 
 HistogramCounts = tuple[list[int], float]

@@ -23,6 +23,7 @@ from .adapter_loads import AdapterLoads
 from .cache_snapshot import CacheSnapshot
 from .image_prompts import ImagePrompts, ImagesBusyError
 from .messages import (
+    MAX_CHUNKS,
     AdapterAnswer,
     Add,
     Cancel,
@@ -61,6 +62,7 @@ SHORT_SECONDS = 0.05
 class _OpenRequest:
     """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has the number of
     tokens already sent for each answer, or -1 if the answer has finished. `first` is the time of the first token.
+    `chunks` are its computed prompt chunks: start, end and tokens, with times on the monotonic clock.
     """
 
     message: Add
@@ -68,6 +70,19 @@ class _OpenRequest:
     reserved_bytes: int
     sent_tokens: list[int] = field(default_factory=list)
     first: float = 0.0
+    chunks: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def add_chunk(self, launched: float, finished: float, tokens: int) -> None:
+        """Add a prompt chunk of a finished step. Chunks do not overlap: on a GPU a step may be launched while the
+        previous one runs. Above MAX_CHUNKS chunks, neighbours are merged in pairs.
+        """
+        chunks = self.chunks
+        chunks.append((max(launched, chunks[-1][1]) if chunks else launched, finished, tokens))
+        if len(chunks) > MAX_CHUNKS:
+            pairs = zip(chunks[::2], chunks[1::2], strict=False)
+            self.chunks = [(a[0], b[1], a[2] + b[2]) for a, b in pairs]
+            if len(chunks) % 2:
+                self.chunks.append(chunks[-1])
 
 
 @dataclass(slots=True)
@@ -247,6 +262,11 @@ class Worker:
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
         """Return the progress of prompts that started in this step or got their first token."""
         awaiting = self._awaiting_first_token
+        launched, chunks = self.engine.finished_prefill
+        now = time.monotonic()
+        for order, tokens in chunks:
+            if (one := awaiting.get(order)) is not None:
+                one.add_chunk(launched, now, tokens)
         progress = [
             _progress(awaiting[r.order])
             for r in self.engine.scheduler.started_requests
@@ -255,7 +275,7 @@ class Worker:
         for request in stepped:
             one = awaiting.pop(request.order, None)
             if one is not None:
-                one.first = time.monotonic()
+                one.first = now
                 progress.append(_progress(one))
         return progress
 
@@ -601,6 +621,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.draft_tokens for answer in request.family),
         sum(answer.accepted_tokens for answer in request.family),
         None if request.slo is None else request.slo.report(request.output_count),
+        one.chunks,
     )
 
 

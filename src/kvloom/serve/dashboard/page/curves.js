@@ -42,10 +42,12 @@ export const SERVER = {
     latency("ttft", "Time to first token", "orange"),
     latency("itl", "Time between tokens", "yellow"),
     load,
+    { id: "accept", title: "Accepted draft tokens", level: "h3", top: 1, lines: [["accept_rate", "green", "accepted"]], beside: [["draft_tokens", "", "tokens per draft and step"]],
+      show: (x, name) => (name === "draft_tokens" ? x?.toFixed(2) ?? "–" : percent(x)), figure: (x) => percent(mean(last(x.accept_rate, 30))), unit: () => "in the last minute" },
   ],
   past: [["hit rate", "hit_rate", percent], ["first token p50", "ttft_p50", seconds], ["p95", "ttft_p95", seconds], ["between tokens p50", "itl_p50", seconds],
     ["p95", "itl_p95", seconds], ["output/s", "output_rate", compact], ["prompt/s", "prompt_rate", compact], ["running", "running", compact], ["waiting", "waiting", compact],
-    ["pool used", "used", percent]],
+    ["pool used", "used", percent], ["drafts accepted", "accept_rate", percent]],
 };
 export const FLEET = {
   cards: [
@@ -69,7 +71,7 @@ export class Curves {
       const node = byId(`curve-${card.id}`);
       const figure = h("strong", {}, "–"), unit = h("span");
       const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
-      node.append(h("h2", {}, card.title), h("p", { class: "figure" }, figure, unit), svg);
+      node.append(h(card.level ?? "h2", {}, card.title), h("p", { class: "figure" }, figure, unit), svg);
       svg.addEventListener("pointermove", (event) => this.read(card, svg, event.offsetX / svg.clientWidth, event.clientX, event.clientY));
       svg.addEventListener("pointerleave", () => this.leave(svg));
       svg.addEventListener("blur", () => this.leave(svg));
@@ -78,7 +80,9 @@ export class Curves {
     });
   }
 
-  draw(raw, totals) {
+  /** `then` is the Unix time at which the curves end; null: now. */
+  draw(raw, totals, then = null) {
+    this.then = then === null ? null : new Date(then * 1000).toLocaleTimeString();
     const series = { ...raw.series, hit_rate: raw.series.hit_rate.map((_, i) => hitRate(raw.series, 5, i + 1)),
       saved_rate: raw.series.prompt_rate.map((rate, i) => rate * (raw.series.hit_rate[i] ?? 0)) };
     const history = (this.history = { ...raw, series });
@@ -100,7 +104,7 @@ export class Curves {
       svg.replaceChildren(...parts, one.cursor ?? "");
       svg.dataset.most = most;
       svg.setAttribute("aria-label", `${card.title}: ${one.figure.textContent} ${one.unit.textContent}. Arrow keys read the curve; it goes up to ${card.show(most)}.`);
-      labels(one, card.show(most), history.seconds * this.across);
+      labels(one, card.show(most), history.seconds * this.across, this.then);
     }
     const rows = [];
     for (let i = series.running.length - 1; i >= 0 && rows.length < 60; i -= Math.max(1, Math.round(10 / history.seconds))) {
@@ -126,8 +130,8 @@ export class Curves {
     one.cursor = s("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: BOTTOM });
     svg.append(one.cursor);
     const then = (n - 1 - at) * step;
-    const values = [...card.lines, ...(card.beside ?? [])].map(([name, , label]) => `${card.show(series[name][at])} ${label}`);
-    const text = `${values.join("\n")}\n${then ? `${seconds(then)} ago` : "now"}`;
+    const values = [...card.lines, ...(card.beside ?? [])].map(([name, , label]) => `${card.show(series[name][at], name)} ${label}`);
+    const text = `${values.join("\n")}\n${then ? `${seconds(then)} ${this.then ? `before ${this.then}` : "ago"}` : this.then ?? "now"}`;
     tip(text, x, y);
     byId("said").textContent = document.activeElement === svg ? text.replaceAll("\n", ", ") : byId("said").textContent;
   }
@@ -172,12 +176,12 @@ function curve(values, across, most, hue, area) {
   return parts;
 }
 
-function labels(one, top, span) {
+function labels(one, top, span, then) {
   one.foot ??= one.svg.parentNode.appendChild(h("p", { class: "feet quiet", "aria-hidden": "true" }, h("span"), h("span"), h("span")));
   const [left, middle, right] = one.foot.children;
-  left.textContent = `${Math.round(span / 60)} min ago`;
+  left.textContent = `${Math.round(span / 60)} min ${then ? "before" : "ago"}`;
   middle.textContent = `top ${top}`;
-  right.textContent = "now";
+  right.textContent = then ?? "now";
 }
 
 /** The next of 1, 2, 5, 10 … at or above a value, for a stable scale. */

@@ -11,14 +11,15 @@ export class Drafts {
     const names = Object.keys(decisions);
     byId("drafts").hidden = !count && !names.length;
     if (byId("drafts").hidden) return;
+    byId("drafts-verified").hidden = !count;
     const sum = (numbers) => numbers.reduce((all, n) => all + n, 0), tokens = sum(accepted);
     byId("drafts-about").textContent = count
-      ? `${compact(count)} drafts, ${percent(tokens / sum(proposed))} of their tokens accepted, ${(1 + tokens / count).toFixed(2)} tokens per draft and step. `
+      ? `${compact(count)} drafts, ${(sum(proposed) / count).toFixed(1)} draft tokens each, ${percent(tokens / sum(proposed))} of them accepted, ${(1 + tokens / count).toFixed(2)} tokens per draft and step. `
         + (saved > 0 ? `About ${seconds(saved)} saved.` : "No time saved.")
       : "No draft was verified yet.";
     byId("drafts-bars").replaceChildren(...proposed.slice(0, MOST).map((n, place) => h("li", {},
       h("span", {}, `draft token ${place + 1}`),
-      h("span", { class: "track" }, h("i", { style: { width: percent(n ? accepted[place] / n : 0, 1) } })),
+      h("span", { class: "track" }, h("i", { style: { width: `${n ? (100 * accepted[place]) / n : 0}%` } })),
       h("b", {}, percent(n ? accepted[place] / n : 0)), h("b", { class: "quiet" }, compact(n)))));
     byId("drafts-decisions").replaceChildren(...names.map((name) => h("li", {}, h("span", {}, `${name} is ${decisions[name]}`))));
   }

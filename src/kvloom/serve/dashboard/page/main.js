@@ -5,23 +5,27 @@ import { Ages } from "./ages.js";
 import { Curves, SERVER } from "./curves.js";
 import { Drafts } from "./drafts.js";
 import { PoolMap } from "./poolmap.js";
+import { Pools } from "./pools.js";
 import { Requests } from "./requests.js";
 import { ask, Shell } from "./shell.js";
 import { Tenants } from "./tenants.js";
 import { Tiers } from "./tiers.js";
+import { Timeline } from "./timeline.js";
 import { Tree } from "./tree.js";
 
 const curves = new Curves(SERVER), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), drafts = new Drafts(), requests = new Requests();
 const tree = new Tree((branch) => map.mark(branch?.cells ?? null));
+const timeline = new Timeline(() => shell.turn()), pools = new Pools(choose);
 let model = null; // the chosen one; null: the server's first
 let shownAt = null, asked = 0;
 
 const shell = new Shell({
-  path: () => `kvloom/state${model === null ? "" : `?model=${encodeURIComponent(model)}`}`,
+  path: () => `kvloom/state${query(timeline.parameter("at"))}`,
   show,
   missing: () => { // the chosen model was unloaded
-    const known = model !== null;
+    const known = model !== null || timeline.at !== null;
     model = null;
+    timeline.choose(null);
     return known;
   },
   repaint: () => map.paint(),
@@ -37,10 +41,13 @@ function show(state) {
     server.restarts ? `engine restarted ${server.restarts}×` : ""];
   byId("about").textContent = about.filter(Boolean).join(" · ");
   const late = state.engine_at === null ? null : state.now - state.engine_at;
-  if (server.status !== "ok") shell.status("waiting", server.status);
+  if (timeline.at !== null) shell.status("waiting", `past: ${new Date(state.now * 1000).toLocaleTimeString()}`);
+  else if (server.status !== "ok") shell.status("waiting", server.status);
   else if (late !== null && late > 5) shell.status("waiting", `busy, snapshot is ${seconds(Math.round(late))} old`);
   else shell.status("live", "live");
-  curves.draw(state.history, state.totals);
+  timeline.draw(state);
+  curves.draw(state.history, state.totals, timeline.at === null ? null : state.now);
+  pools.draw(state);
   if (engine !== null && state.engine_at !== shownAt) {
     shownAt = state.engine_at;
     map.draw(engine);
@@ -50,16 +57,29 @@ function show(state) {
     drafts.draw(state);
     tree.draw(engine);
   }
-  return asked++ % 2 === 0 ? showRequests() : null;
+  return asked++ % 2 === 0 || timeline.at !== null ? showRequests() : null;
 }
 
 async function showRequests() {
   try {
-    requests.draw((await ask(`kvloom/requests?limit=50${model === null ? "" : `&model=${encodeURIComponent(model)}`}`)).requests);
+    requests.draw((await ask(`kvloom/requests${query("limit=50", timeline.parameter("until"))}`)).requests);
   } catch (error) {
     if (error.status === 404) requests.draw(null);
     else throw error;
   }
+}
+
+/** The query of an address: the given parameters, and the chosen model. */
+function query(...parameters) {
+  const all = [...parameters, model === null ? null : `model=${encodeURIComponent(model)}`].filter(Boolean);
+  return all.length ? `?${all.join("&")}` : "";
+}
+
+function choose(name) {
+  model = name;
+  shownAt = null;
+  asked = 0;
+  shell.turn();
 }
 
 function showModels(server) {
@@ -70,8 +90,6 @@ function showModels(server) {
 }
 
 byId("models").addEventListener("change", (event) => {
-  model = event.target.value;
-  shownAt = null;
   event.target.blur();
-  shell.turn();
+  choose(event.target.value);
 });

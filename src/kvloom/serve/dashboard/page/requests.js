@@ -1,6 +1,7 @@
-// Recent requests, and the explanation of one: hits by tier, and the miss reason.
+// Recent requests, and the explanation of one: hits by tier, the miss reason, and its phases as a waterfall.
 
 import { byId, compact, count, h, marks, nameOf, percent, plural, seconds, table, tierHue, tierWord } from "./dom.js";
+import { ask } from "./shell.js";
 
 const COLUMNS = [["request"], ["tenant", 0, "wide"], ["prompt", 1, "middle"], ["cached", 1], ["from", 0, "middle"], ["computed", 1, "wide"], ["lookup ended", 0],
   ["first token", 1], ["total", 1, "wide"], ["output", 1, "wide"], ["finished", 0, "middle"]];
@@ -33,7 +34,7 @@ export class Requests {
     })));
     if (this.opened && this.dialog.open) {
       const record = this.records.get(this.opened);
-      if (record && this.print !== JSON.stringify(record)) this.fill(record);
+      if (record && this.print !== JSON.stringify(record)) { this.fill(record); this.phases(this.opened); }
     }
   }
 
@@ -51,8 +52,18 @@ export class Requests {
 
   open(id) {
     this.opened = id;
+    this.falls = null;
     this.fill(this.records.get(id));
     this.dialog.showModal();
+    this.phases(id);
+  }
+
+  /** Fetch the phases of a request. A record that the server has dropped since has none. */
+  async phases(id) {
+    const { waterfall } = await ask(`kvloom/requests/${encodeURIComponent(id)}`).catch(() => ({}));
+    if (this.opened !== id || !waterfall?.length) return;
+    this.falls = waterfall;
+    byId("waterfall")?.replaceChildren(...drawn(waterfall));
   }
 
   fill(record) {
@@ -75,6 +86,7 @@ export class Requests {
         found.map((hit) => h("i", { style: { width: part(hit.tokens), background: `var(--${hit.hue})` } }))),
       marks([...found.map((hit) => [hit.hue, hit.tier === "device" ? `${count(hit.tokens)} in the pool` : `${count(hit.tokens)} loaded from ${hit.tier}`]),
         ["free", `${count(computed(record))} computed`]]),
+      h("div", { id: "waterfall" }, ...(this.falls ? drawn(this.falls) : [])),
       h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
       closes,
     );
@@ -103,4 +115,26 @@ function sentence(record) {
   if (record.stopped?.text) return record.stopped.text;
   return record.state === "waiting" ? `Its ${plural(record.prompt_tokens, "prompt token")} have not been looked up yet.`
     : `Of ${plural(record.prompt_tokens, "prompt token")}, ${count(record.cached_tokens ?? 0)} were in the cache.`;
+}
+
+const PHASES = { queue: "grey", prefill: "red", decode: "blue" };
+
+/** The phases of a request as a table with a bar in each row, on a common time axis. */
+function drawn(phases) {
+  const end = Math.max(1e-9, ...phases.map((phase) => phase.end_s)), several = phases.some((phase) => phase.prompt > 0);
+  const chunks = new Map(), tiers = [...new Set(phases.map((phase) => phase.tier).filter(Boolean))];
+  const rows = phases.map((phase) => {
+    const n = phase.phase === "prefill" ? (chunks.get(phase.prompt) ?? 0) + 1 : 0;
+    if (n) chunks.set(phase.prompt, n);
+    const chunked = n && phases.filter((one) => one.phase === "prefill" && one.prompt === phase.prompt).length > 1;
+    const words = phase.phase === "load" ? `load from ${phase.tier}` : chunked ? `prefill, chunk ${n}` : phase.phase;
+    const hue = phase.phase === "load" ? tierHue(phase.tier, tiers.indexOf(phase.tier)) : PHASES[phase.phase];
+    const took = phase.end_s - phase.start_s, left = Math.min(99, (100 * phase.start_s) / end);
+    const bar = h("span", { class: "phase", "aria-hidden": "true" }, h("i", { style: { "margin-left": `${left}%`, width: `${Math.max(0.6, Math.min(100 - left, (100 * took) / end))}%`, background: `var(--${hue})` } }));
+    return h("tr", {}, h("th", { scope: "row" }, several ? `prompt ${phase.prompt + 1}: ${words}` : words), h("td", { class: "n" }, seconds(phase.start_s)),
+      h("td", { class: "n" }, seconds(took)), h("td", { class: "n" }, phase.tokens === null ? "" : count(phase.tokens)), h("td", { class: "bar" }, bar));
+  });
+  const head = ["phase", "start", "time", "tokens"].map((title, i) => h("th", { scope: "col", class: i ? "n" : null }, title));
+  return [h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases of the request" }, h("table", {}, h("caption", { class: "unseen" }, "Phases of the request"),
+    h("thead", {}, h("tr", {}, head, h("td", {}))), h("tbody", {}, rows)))];
 }

@@ -38,6 +38,7 @@ export class Shell {
     this.turn();
   }
 
+  /** Fetch and draw the state now, and then at its interval. A page that is paused or hidden waits. */
   async turn() {
     clearTimeout(this.timer);
     const mine = ++this.round; // of two concurrent turns the later one continues
@@ -45,6 +46,7 @@ export class Shell {
     if (!this.paused && !document.hidden) {
       try {
         const state = await ask(this.path());
+        if (mine !== this.round) return; // a later turn asked for another state
         wait = 1000 * state.interval;
         this.failures = 0;
         const began = performance.now();

@@ -5,7 +5,7 @@ import { byId, bytes, compact, count, h, marks, percent, plural, s, tierHue, tie
 export class Tiers {
   draw(state) {
     const { engine } = state;
-    const rates = this.rates(engine.tiers, state.engine_at ?? state.now);
+    const rates = this.past(state) ?? this.rates(engine.tiers, state.engine_at ?? state.now);
     const boxes = [this.device(engine)];
     for (const [i, tier] of engine.tiers.entries()) boxes.push(this.flow(rates[i]), this.tier(tier, i, state.words.outcomes));
     if (!engine.tiers.length) {
@@ -18,6 +18,13 @@ export class Tiers {
     byId("miss-reasons").replaceChildren(...reasons.map(([why, n]) => h("li", { title: state.words.miss_reasons[why] }, h("span", {}, why),
       h("span", { class: "track" }, h("i", { style: { width: `${(100 * n) / most}%` } })), h("b", {}, compact(n)), h("b", {}, percent(n / all)))));
     if (!reasons.length) byId("miss-reasons").replaceChildren(h("li", {}, h("span", { class: "quiet" }, "no lookups yet")));
+  }
+
+  /** Bytes per second by tier in a state of the past. The rates of the present then start anew. */
+  past({ tier_rates: rates, engine }) {
+    if (rates === undefined) return null;
+    this.before = this.last = undefined;
+    return rates.length === engine.tiers.length ? rates : engine.tiers.map(() => ({ down: 0, up: 0 }));
   }
 
   /** Bytes per second by tier, smoothed over the last snapshots. */
