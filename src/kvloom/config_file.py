@@ -7,12 +7,12 @@
     tier = ["host:8GiB"]
     [serve]                           # `kvloom serve` alone
     port = 8001
-    [models.qwen]                     # one model of `kvloom serve`; overrides all of these
+    [models.qwen]                     # one model of `kvloom serve`; overrides all other values
     model = "Qwen/Qwen3-8B"
     kv-dtype = "fp8"
 
-Keys are argument names without the dashes. The values are inserted before the given arguments, so argparse checks
-all of them.
+Keys are argument names without the dashes. The values are inserted before the given arguments, so argparse
+checks all of them.
 """
 
 from __future__ import annotations

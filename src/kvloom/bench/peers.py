@@ -261,10 +261,12 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Return the positions where vLLM's scheduler ends the prefill steps of a prompt that would fit into one step.
+        """Return the positions where prefill steps of vLLM's scheduler end, for a prompt that resumes at `start` and
+        would fit into one step.
 
-        States are cached only at the end of a step. vLLM therefore also ends a step at three positions: the next
-        block boundary after a hit, the last block boundary of the prompt, and the last hash boundary of the prompt.
+        A model without states needs one step. With states, vLLM also ends a step at three other positions, because
+        states are cached only at the end of a step: the next block boundary after a hit, the last block boundary of the
+        prompt, and the last hash boundary of the prompt.
         """
         if not self.stateful:
             return [tokens]

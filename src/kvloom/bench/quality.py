@@ -55,8 +55,9 @@ class Quality:
 
 
 def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) -> Quality:
-    """Compute every window in chunks, without cache hits. The input tokens are those of the text, not the model's own
-    (teacher forcing). Return the prediction of each token except the first."""
+    """Compute every window in chunks, without cache hits. Each input token comes from the text, even if the model
+    predicted another token (teacher forcing). Return the loss and the most likely token at each position, except
+    for the first token of each window."""
     began = time.monotonic()
     nats, choices = [], []
     for window in windows:

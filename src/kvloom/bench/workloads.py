@@ -84,8 +84,8 @@ class Workload:
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
-        """Return the workload with requests, prefixes and lengths multiplied by `scale`. Each number stays at least 2
-        or 4, unless it was smaller before. The number of turns does not change.
+        """Return the workload with requests, prefixes and lengths multiplied by `scale`. The numbers of requests and
+        prefixes are not reduced below 2, and lengths are not reduced below 4. The number of turns does not change.
         """
         if not 0 < scale <= 1:
             raise ValueError(f"scale {scale} must be above 0 and at most 1")
@@ -110,7 +110,8 @@ class Workload:
         return self if requests is None else replace(self, requests=min(self.requests, requests))
 
     def short(self) -> Workload:
-        """Return a warm-up workload. It has the same prompt sizes, at most 8 output tokens and two turns."""
+        """Return a warm-up workload. It has the same prompt sizes, but at most 8 output tokens per turn and at most two
+        turns."""
         return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))
 
     def prompts_alone(self) -> Workload:

@@ -78,12 +78,13 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
-        of missing pages, or 0 on success.
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
+        missing pages, or 0 on success.
 
         The allocator first checks whether eviction can free enough bytes. If it cannot, usually nothing is evicted. The
-        check counts bytes, but the pool needs whole slabs. If slabs have several pages, the eviction may therefore fail
-        after some pages were evicted. The guaranteed shares of other tenants then protect the remaining pages.
+        check counts bytes, but the pool needs whole slabs. If slabs have several pages, the check may therefore succeed
+        although too few slabs can become free. The eviction then fails after some pages were evicted. It never evicts
+        pages that the guaranteed shares of other tenants protect.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1

@@ -190,7 +190,8 @@ class KVCache:
         return self.state.lookup.find(prefix, data, control, limit)
 
     def has_media(self, match: Match, item: Media) -> bool:
-        """Return whether the pool has the pages of an image, for prompts with the root hash of `match`."""
+        """Return whether the pool has the pages of the image `item`. Only pages that were cached under the root hash of
+        `match` count."""
         return match.media_root + item.digest in self.state.media_cache
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
@@ -200,12 +201,13 @@ class KVCache:
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the length at which the prompt could resume with the pages in `index` alone. Hashes the prompt."""
+        """Return the length at which the prompt could resume with only the pages in `index`. Cached pages of the pool
+        do not count. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property
     def version(self) -> int:
-        """A number that increases whenever the tree changes so that earlier matches may be stale."""
+        """A number that increases with every change of the tree that may make earlier matches stale."""
         return self.state.tree.version
 
     @property
@@ -304,8 +306,8 @@ class KVCache:
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before `position`.
-        `tail` contains the tokens after these blocks.
+        """Make an empty sequence start at `position`, after cold blocks (blocks in host memory). `run` contains all
+        full blocks before `position`. `tail` contains the tokens between the last full block and `position`.
 
         Allocates the live states, and the pool pages that are visible at `position`. The caller must write both before
         the next step. If the pool lacks pages, returns False and changes nothing.
@@ -385,8 +387,8 @@ class KVCache:
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. A run is one of the pages that a block
-        owns in the group. A row number stands for an open sequence. The result is a view that always shows the
+        """Return the block tables of one token group, indexed [run, row, block]. A block owns one page per run (the
+        layers that share a page). A row number stands for an open sequence. The result is a view that always shows the
         current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):

@@ -369,12 +369,12 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the smallest `due` of the earlier prompts: the seconds until the first token of one of them is due.
-        Only prompts that are computed in the last step of the new request's prefill count. A prompt that would be late
-        even without the new request does not count.
+        """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts
+        that count. A prompt counts if the last step of the new request's prefill also completes it, and if its
+        first token would be on time without the new request. Returns infinity if no prompt counts.
 
-        `tokens` is the number of tokens of all prompts with the new request. Computing them takes `time` seconds.
-        Returns infinity if no prompt counts.
+        `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing
+        them takes `time` seconds.
         """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
@@ -468,8 +468,8 @@ class SloAdmission:
         return self._horizon
 
     def _adapt(self, which: int, is_slower: bool) -> None:
-        """Raise a margin after a request that was slower than predicted, and lower it after any other request. `which`
-        is 0 for TTFT and 1 for TBT."""
+        """Raise the margin of TTFT (`which` is 0) or TBT (1) after a request that was slower than predicted, and
+        lower it after any other request. Predicted times are multiplied by the margin."""
         change = MARGIN_STEP * (MET_SHARE if is_slower else MET_SHARE - 1.0)
         self._margins[which] = min(MARGINS[1], max(MARGINS[0], self._margins[which] * (1.0 + change)))
 

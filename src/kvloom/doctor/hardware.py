@@ -40,8 +40,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A part of the computation, or a library for it. `used` is False if a fall-back runs instead, or if this machine
-    does not need it. `detail` states what runs, or why nothing does."""
+    """A part of the computation, or a library that can compute it. `used` is False if a fall-back runs instead,
+    or if this machine does not need the part or library. `detail` states what runs, or why nothing does."""
 
     name: str
     used: bool

@@ -92,10 +92,12 @@ class AdapterTable:
         return self.add(name, read_adapter(path), replace)
 
     def add(self, name: str, adapter: LoraAdapter, replace: bool = False) -> LoadedAdapter:
-        """Add an adapter and return it. New requests may then use its name. A second call with the same version has
-        no effect. With `replace`, another version under the same name replaces it for new requests.
+        """Add an adapter under `name`, and return it. New requests may then use the name. If the same version
+        already has the name, nothing changes. If another version has the name, `replace` decides: if set, new
+        requests use the new version.
 
-        Raises AdapterError if the adapter does not fit, or if the name is taken."""
+        Raises AdapterError if the adapter does not fit, or if another version has the name and `replace` is not
+        set."""
         if not name:
             raise AdapterError("an adapter needs a name: give one")
         self.slots.check(adapter)
@@ -132,8 +134,8 @@ class AdapterTable:
         return adapter.digest in self._resident or len(self._resident) < self.slots.count
 
     def may_evict(self, in_use: Collection[str]) -> bool:
-        """Return whether any adapter with a slot may lose it. Adapters whose digests are `in_use`, by running
-        requests, keep their slots."""
+        """Return whether any adapter may lose its slot. `in_use` has the digests of the adapters of running
+        requests. These adapters keep their slots."""
         return any(digest not in in_use for digest in self._resident)
 
     def make_resident(self, adapter: LoadedAdapter, in_use: Callable[[], Collection[str]]) -> int:

@@ -71,10 +71,11 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that measure K and V while a model runs: the largest absolute value of each written token and head.
+    """Pages that also measure the K and V that a model writes: the largest absolute value of each token and
+    head.
 
-    With `every`, all measured values are stored, because a percentile needs them. This takes 4 bytes for K and 4
-    bytes for V, per token, head and layer. Without `every`, only the maximum per head is stored.
+    With `every`, all measured values are stored, because a percentile needs them. This takes 4 bytes for K
+    and 4 bytes for V, per token, head and layer. Without `every`, only the maximum per head is stored.
     """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:

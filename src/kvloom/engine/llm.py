@@ -89,16 +89,21 @@ class Delta:
 
 
 class LLM:
-    """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging Face model.
+    """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging
+    Face model.
 
-    | argument                         | meaning                                                                                               |
-    |----------------------------------|-------------------------------------------------------------------------------------------------------|
-    | `dtype`, `device`, `load_format` | dtype, device and format of the weights; `load_format` "random" creates weights from a config         |
-    | `tokenizer`, `processor`         | replace the tokenizer and processor of the model's folder; a processor is loaded with the first image |
-    | `threads`                        | CPU threads of torch for this process (None: the rule in execution/threads.py)                        |
-    | `progress`                       | show progress bars while loading and preparing                                                        |
-    | `settings`                       | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`, `tiers` …), `load`,            |
-    |                                  | and `grammar_seconds`, `grammar_memory`: limits of one grammar                                        |
+    | argument                         | meaning                                                                   |
+    |----------------------------------|---------------------------------------------------------------------------|
+    | `dtype`, `device`, `load_format` | dtype, device and format of the weights; `load_format` "random" creates   |
+    |                                  | weights from a config                                                     |
+    | `tokenizer`, `processor`         | replace the tokenizer and processor of the model's folder; a processor is |
+    |                                  | loaded with the first image                                               |
+    | `threads`                        | CPU threads of torch for this process (None: the rule in                  |
+    |                                  | execution/threads.py)                                                     |
+    | `progress`                       | show progress bars while loading and preparing                            |
+    | `settings`                       | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`,    |
+    |                                  | `tiers` …); `load` ("auto", "always" or "never"): whether pages in tiers  |
+    |                                  | are loaded; `grammar_seconds`, `grammar_memory`: limits of one grammar    |
 
     Call `close` to store pages in the tiers and end the engine."""
 
@@ -349,8 +354,8 @@ class LLM:
     def _encoded(
         self, encoders: RemoteEncoders, ids: list[int], images: list[Any], control: CacheControl
     ) -> list[Any]:
-        """Return the images. For images that the cache lacks, request embeddings from encode workers, and wait for
-        them."""
+        """Return the images in the form that the engine accepts. If the prompt needs the embeddings of an image and
+        the engine lacks them, request them from an encode worker, wait for them, and add them to the image."""
         vision = self.engine.vision
         assert vision is not None
         known = [vision.read_image(one, control.tenant, control.read, control.store) for one in images]

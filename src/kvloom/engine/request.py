@@ -316,7 +316,8 @@ class Request:
 
     @property
     def mask_pending(self) -> bool:
-        """Whether the grammar process still computes the next mask. Until then the request cannot be scheduled."""
+        """Whether the grammar process is still computing the next mask. The request cannot be scheduled before the
+        mask has arrived."""
         return self.structure is not None and self.structure.pending
 
     @property

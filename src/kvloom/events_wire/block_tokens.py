@@ -23,9 +23,9 @@ class _Block:
 class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
-    A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED blocks
-    without such a page also stay. One of them may be in transfer: such a block has left the pool, but its tier has not
-    reported it yet. Takes about 300 bytes per block.
+    A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED
+    blocks without such a page also stay, because a block may be in transfer: it has left the pool, but its tier
+    has not reported it yet. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:
@@ -38,10 +38,10 @@ class BlockTokens:
         return len(self._blocks)
 
     def stored(self, event: BlockStored, is_first: bool) -> list[tuple[BlockStored, bool]]:
-        """Return the events to send instead of `event`. Each event comes with a flag that states whether its first
-        block starts a prompt. `is_first` is this flag of `event`. The event of a tier is split into chains of blocks,
-        and parents and tokens are added. Blocks whose tokens are unknown, such as blocks of a disk tier after a
-        restart, stay without tokens."""
+        """Return the events to send instead of `event`, each with a flag: whether its first block starts a prompt.
+        `is_first` is the flag of `event`. The event of a tier has no parents and tokens. It is split into chains of
+        blocks, and their parents and tokens are added. Blocks whose tokens are unknown, such as blocks of a disk
+        tier after a restart, stay without tokens."""
         if self._group not in event.groups or event.tail_tokens:
             return [(event, is_first)]
         if event.tokens:

@@ -181,10 +181,10 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """Return how many bytes of `memory` requests can certainly use.
+    """Return how many bytes the requests can certainly use, if the pool has `memory` bytes.
 
-    These are all whole slabs, minus one slab for each group that has several pages per slab. The last slab of such a
-    group may be partly empty.
+    These are the bytes of all whole slabs, minus one slab for each group that has several pages per slab. The
+    last slab of such a group may be partly empty.
     """
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes

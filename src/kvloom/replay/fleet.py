@@ -143,9 +143,10 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. Three fields count tokens of the trace: `cached` prompt tokens at the first start, prompt
-    tokens that are cached or `computed` so far, and `output` tokens so far. `ids` are the tokens that stand for the
-    prompt in the simulated cache.
+    """A request on a worker. Three fields count tokens of the trace. `cached` is the number of prompt tokens that
+    were cached at the first start. `computed` is the number of prompt tokens that are cached or computed so
+    far. `output` is the number of output tokens so far. `ids` are the tokens that stand for the prompt in the
+    simulated cache.
     """
 
     number: int
@@ -236,8 +237,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """The next time at which this worker has work. This is the end of the step in progress. If no step is in
-        progress, but the worker has requests, it is the worker's present time. None without requests.
+        """The next time at which this worker has work: the end of the step in progress, or the worker's present time
+        if no step is in progress. None if the worker has no requests.
         """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
@@ -383,8 +384,8 @@ class _Worker:
         return end
 
     def _preempt_for(self, job: _Job) -> None:
-        """Preempt the youngest running requests, one after another, until the pool has pages for the next token of
-        `job`. If the pool still lacks pages, `job` itself is preempted last.
+        """Preempt running requests, the youngest first, until the pool has pages for the next token of `job`. Stops if
+        `job` itself was preempted.
         """
         while self.running:
             youngest = self.running.pop()
@@ -666,10 +667,11 @@ def replay_fleet(
     """Replay `traffic` over `workers` workers of `blocks` blocks each. `speed` divides the times between arrivals.
     `route` is one of ROUTES. `options` are the router's scoring options.
 
-    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which only
-    decode. Each link transfers `link_tokens` tokens per second. `admission` selects which requests are refused (see
-    ADMISSIONS): with "slo" by `objective`, and with "queue" if `queue_limit` requests wait at the worker. Takes about
-    20 seconds for 12,000 requests. Raises ValueError if prompt and output of a request exceed a pool.
+    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which
+    only decode. Each link transfers `link_tokens` tokens per second. `admission` selects which requests are
+    refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss `objective`. With "queue",
+    it refuses a request if `queue_limit` requests already wait. Takes about 20 seconds for 12,000 requests.
+    Raises ValueError if prompt and output of a request exceed a pool.
     """
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")

@@ -204,8 +204,8 @@ def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | Non
 
 
 def _parts(traffic: Traffic, count: int) -> list[tuple[Traffic, float, float]]:
-    """Divide the time of the traffic into `count` equal parts. Return the traffic, start and end of each part, in
-    seconds. Parts with fewer than two requests are omitted.
+    """Divide the time of the traffic into `count` equal parts. Return (traffic, start, end) for each part. Start
+    and end are in seconds after the first request. Parts with fewer than two requests are omitted.
     """
     begin, each = traffic.requests[0].at, max(1e-9, traffic.seconds) / count
     found = []

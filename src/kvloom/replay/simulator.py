@@ -77,7 +77,8 @@ class TierUse:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of a replay. `hits` is, for each request, the number of blocks from its start that the device had.
-    `tier_hits` is, for each tier and request, how many more blocks this tier had. `evictions` counts blocks.
+    `tier_hits` is, for each tier and request, the number of further blocks that this tier had and no faster
+    tier had. `evictions` counts blocks.
     """
 
     policy: str

@@ -39,7 +39,8 @@ def read_traces(paths: Iterable[str | Path], seed: int = 0, spread: float = 3600
     """Return the traffic of all files together. For a folder, all its files are read.
 
     Agent sessions have no common clock. Each starts at a random time in the first `spread` seconds, drawn with
-    `seed`. In other formats, times are relative to the first request. Raises ValueError with file and line."""
+    `seed`. In other formats, times are relative to the first request. Raises ValueError, with file and line,
+    for a file that is not a valid trace."""
     if spread < 0:
         raise ValueError(f"spread {spread} is negative; it is the seconds over which sessions start")
     files = [file for path in paths for file in _files(Path(path))]

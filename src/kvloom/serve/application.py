@@ -226,7 +226,7 @@ def _record_routes(context: ServerContext) -> list[Route]:
 
 
 class _CountResponses:
-    """Counts responses by endpoint and status. Rejects requests for other host names (`check_host`)."""
+    """Counts responses by endpoint and status. Rejects requests whose host name is not allowed (`check_host`)."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app, self._context = app, context

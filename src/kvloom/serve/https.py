@@ -42,9 +42,10 @@ def https_settings(certfile: str | None, keyfile: str | None, ca_certs: str | No
 def client_context(
     ca_certs: str | None, certfile: str | None = None, keyfile: str | None = None, prefix: str = "worker"
 ) -> ssl.SSLContext:
-    """Return the TLS settings of a client. It trusts the authorities of the file `ca_certs`, or those of the system,
-    and presents the certificate. `prefix` starts the names of the options in errors. Raises ValueError for files that
-    TLS cannot use."""
+    """Return the TLS settings of a client. The client trusts the authorities in the file `ca_certs`, or those of
+    the system if `ca_certs` is None. If `certfile` is given, the client presents this certificate. `prefix` is
+    the first word of the option names in error messages, such as --worker-certfile. Raises ValueError for files
+    that TLS cannot use."""
     if keyfile and certfile is None:
         raise ValueError(f"--{prefix}-keyfile needs --{prefix}-certfile")
     _check_files(prefix, certfile, keyfile, ca_certs)

@@ -284,10 +284,11 @@ def _chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
-    """Return path, name and arguments of each model to serve. The models of the command line come first, then those
-    of the configuration file.
+    """Return path, name and arguments of each model to serve. The models of the command line come first, then
+    those of the configuration file.
 
-    Raises ValueError for a table [models.NAME] that sets no model, if the command line has no model with this name.
+    A table [models.NAME] of the configuration file adds a model, or sets the arguments of the model NAME of the
+    command line. Raises ValueError for a table that sets no model if the command line has no model NAME.
     """
     from kvloom.models.specs import folder_of
 

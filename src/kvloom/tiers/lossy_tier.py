@@ -1,11 +1,11 @@
 """A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
     write a page in either form    -> stored re-encoded, under its block hash and its lossy form (exact=False)
-    read the lossy form            -> decoded to the page's own dtype; by this form, the caller accepts the loss
+    read the lossy form            -> decoded to the page's own dtype, with a rounding error
     read the exact form            -> a miss: lossy bytes never replace computed bytes
 
-Each layer run is encoded separately, so layers can load one after the other. `encoding/quantisation.py` has the
-arithmetic.
+A caller that requests the lossy form accepts the error. Each layer run is encoded separately, so layers can
+load one after the other. `encoding/quantisation.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["LossyTier", "parse_url"]
 
 
 class LossyTier(WrappedTier):
-    """Wraps the tier `inner` and re-encodes every page that is read or written."""
+    """Wraps the tier `inner`. Encodes pages when they are written, and decodes them when they are read. Pages of
+    `exact_groups` are stored unchanged."""
 
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in CODINGS:

@@ -108,11 +108,11 @@ class SupportsShares(Protocol):
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight gets
-    no share.
+    """Returns the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight
+    gets no share.
 
-    The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guarantee is the tenant's
-    weight times its protected fraction, divided by the sum of all weights.
+    The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guarantee is the
+    protected part of the tenant's weight (`Tenant.claim`), divided by the sum of all weights.
     """
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)

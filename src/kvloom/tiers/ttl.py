@@ -1,6 +1,7 @@
 """The time to live of pages in a tier. A page's age counts from the moment at which the tier stored it.
 
-Times are whole seconds since 1970, rounded down. A page therefore expires up to one second early, and never late.
+Times are whole seconds since 1970, rounded down. If the TTL is a whole number of seconds, a page never
+expires early, but up to one second late.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ class TierPages:
     """The tiers of one process. The constructor opens them, and raises ValueError if a required tier cannot be
     opened.
 
-    `tiers` are the URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With `pin`,
-    host memory is pinned, as a GPU needs it. If `others` is given, these open tiers replace all configured tiers except
-    the host tier. Only one thread may call `manager`. Several threads use `WaitingPages` instead.
+    `tiers` are the URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With
+    `pin`, host memory is pinned, as a GPU needs it. If `others` is given, these open tiers replace all configured
+    tiers except the host tier. Only one thread may use `manager`. For several threads, use `WaitingPages`.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Start to record which pages host memory and disk tiers store and remove. Returns one pair per recorded tier:
-        vLLM's name of its medium, and its changes. Shared stores are not recorded, because other processes change them
-        too.
+        """Start to record which pages host memory and disk tiers store and remove. Returns one pair for each recorded
+        tier: the tier's medium, by vLLM's name ("CPU" or "STORAGE"), and the changes of the tier. Shared stores are not
+        recorded, because other processes change them too.
         """
         found = [("CPU", self.host.watch())]
         for place in self.manager.tiers:

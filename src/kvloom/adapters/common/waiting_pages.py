@@ -65,8 +65,8 @@ class WaitingPages:
 
     def load(self, objects: Objects, copy: Copy, deadline: float | None = None) -> Mask:
         """Load objects into host memory, and call `copy` for the objects that host memory then has. Returns, for each
-        object, whether it was copied. The load ends at `deadline` (a time of `time.monotonic`), or after the longest
-        time of a load if `deadline` is None.
+        object, whether it was copied. The load ends at `deadline`, a time of `time.monotonic`. If `deadline` is None,
+        the load ends after the `seconds` of the constructor.
         """
         if deadline is None:
             deadline = time.monotonic() + self._seconds
@@ -87,8 +87,9 @@ class WaitingPages:
         return copied
 
     def store(self, objects: Objects, copy: Copy) -> Mask:
-        """Call `copy` for objects that are not in host memory, and queue writes to the other tiers. Returns, for each
-        object, whether host memory has it. Waits a limited time if the other tiers are slower than the caller.
+        """Call `copy` to write objects to host memory that host memory does not have yet. Then queue writes to the
+        other tiers. Returns, for each object, whether host memory has it. Waits a limited time if the other tiers are
+        slower than the caller.
         """
         deadline = time.monotonic() + self._seconds
         stored, fresh_pages = np.zeros(len(objects), bool), 0

@@ -72,9 +72,9 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the copies of pages. A page consists of parts of different sizes, and all parts of one size form one batch.
-        A batch has the offsets in the pool's
-            memory, the offsets in the arena, the pool's memory, and the size of a part in bytes.
+        """Return the copies of pages, as one batch per part size. A page consists of parts, which may have different
+        sizes. A batch has four values: the offsets of the parts in the pool's memory, their offsets in the arena, the
+        pool's memory, and the size of a part in bytes.
         """
         if not len(pages):
             return []

@@ -383,8 +383,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """`update` returns K and V of a range of tokens. Return the length of this range for a layer, and the position of
-        its first token.
+        """Return the length of the token range whose K and V `update` returns for a layer, and the position of the
+        first token of this range.
         """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))

@@ -111,9 +111,9 @@ def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.
 
 
 def _continues_states(model: Any, tokens: torch.Tensor, cache: Any) -> bool:
-    """Return whether a model continues from stored states in a forward of several tokens. The first half of `tokens` is
-    already in `cache`. Runs the second half with `cache`, and compares its logits with those of one run over all
-    tokens. Small differences by rounding are accepted.
+    """Return whether a model continues from stored states in a forward of several tokens. To test this, the model
+    runs the second half of `tokens` with `cache`, which already contains the first half. The logits are compared
+    with the logits of one run over all tokens. Small differences by rounding are accepted.
     """
     whole = _run(model, tokens, DynamicCache(config=model.config))[:, _PROBE_TOKENS:]
     parts = _run(model, tokens[:, _PROBE_TOKENS:], cache, _PROBE_TOKENS)

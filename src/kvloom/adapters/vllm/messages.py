@@ -26,9 +26,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks. `number`
-    is that of the lookup which loaded the blocks into host memory. `block_ids` contains the ids of vLLM's blocks for
-    each group. Id 0 means that no token reads the block any more.
+    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks. The
+    lookup with the same `number` has loaded these blocks into host memory. `block_ids` contains the ids of vLLM's
+    blocks for each group. Id 0 means that no token reads the block any more.
     """
 
     request_id: str

@@ -118,9 +118,10 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Make the workers load pages into the blocks that vLLM has allocated. These are the blocks of the last
-        `external` tokens of the prefix that `match` returned. When the load has ended, vLLM calls this method again
-        with `external` 0.
+        """Make the workers load pages into blocks that vLLM has allocated. The loaded tokens are the last `external`
+        tokens before the resume position that `match` found. If `external` is 0, nothing is loaded, and the workers
+        release the pages that they leased for the lookup. vLLM also calls this method with `external` 0 when a load has
+        ended. That call has no effect.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:

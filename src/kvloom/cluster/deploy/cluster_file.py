@@ -4,10 +4,10 @@
 name = "demo"                       # several clusters may share one Ray
 ray = "auto"                        # address of Ray; "local" starts a Ray that ends with `kvloom deploy`
 bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
-peer-secret = "/etc/kvloom/secret"  # with bind = "node": file with a secret, on every machine; protects shared pages
-certificate = "/etc/kvloom/tls.crt" # serve HTTPS: files on every machine, each with the machine's own certificate
+peer-secret = "/etc/kvloom/secret"  # with bind = "node": a secret that protects shared pages; on every machine
+certificate = "/etc/kvloom/tls.crt" # for HTTPS: a file on every machine, with the certificate of this machine
 certificate-key = "/etc/kvloom/tls.key"
-authority = "/etc/kvloom/ca.crt"    # signed the certificates; workers accept only clients with one
+authority = "/etc/kvloom/ca.crt"    # signed all certificates; workers refuse clients without such a certificate
 
 [router]
 port = 8080
@@ -67,7 +67,8 @@ class Group:
     """A group of equal processes: `kvloom serve` with one role, or `kvloom route`.
 
     A process must be ready within `start_seconds`. When it ends, its requests may finish within `drain_seconds`. A
-    replica is added after the load has required it for `scale_seconds`, and removed after 10 times as long.
+    replica is added if the load has required it for `scale_seconds`. A replica is removed if the load has not
+    required it for 10 times `scale_seconds`.
     """
 
     name: str

@@ -145,7 +145,7 @@ class Replica:
             time.sleep(0.2)
 
     def _is_ready(self) -> bool:
-        """Whether the process is healthy. A router without workers is ready only if the cluster has none."""
+        """Whether the process is healthy. A router without workers is also ready if the cluster has no workers."""
         status = self._get("/health")[0]
         return status == 200 or (status == 503 and self.group.command == "route" and not self._register())
 

@@ -1,10 +1,11 @@
-"""Computes the block hashes of a prompt from the request's JSON. They equal the block hashes that the workers compute.
+"""Computes the block hashes of a prompt from the request's JSON. They equal the block hashes that the workers
+compute.
 
 request                      hashes
 with token ids               block hashes, for every root hash that workers use
-text or chat                 the same, after a tokenizer or a worker's /tokenize has returned the tokens
-text without known tokens    hashes of 64-byte pieces of the text; they show only which worker got the same text before
-chat with images             the same; each image counts as a text of `image_tokens` tokens
+text or chat                 block hashes, after a tokenizer or a worker's /tokenize has returned the tokens
+text without known tokens    hashes of 64-byte pieces of the text; show only which worker had this text before
+chat with images             hashes of 64-byte pieces; each image is replaced by a text of `image_tokens` tokens
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. Texts are tokenised with `tokenizer`, a folder with a tokenizer.json, or by a
-    worker if it is not given. Chats are tokenised by a worker. If `uses_workers` is False, no worker is asked. Texts that
-    a worker would have tokenised are then hashed in pieces. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests. `tokenizer` is a folder with a tokenizer.json, which tokenises texts. A worker
+    tokenises chats, and also texts if `tokenizer` is None. If `uses_workers` is False, no worker is asked, and
+    these prompts are hashed in pieces instead. An image counts as `image_tokens` tokens.
     """
 
     def __init__(

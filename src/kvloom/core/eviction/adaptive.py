@@ -1,19 +1,21 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit: it
-is the next turn of the same conversation. The features of an entry are its number of uses, the time since its last use,
-its tenant, and the turn number and pause of its conversation. The number of new tokens and the finish reason of its
-last request are also features. `ReuseModel` learns from these features when entries are used again. This file chooses
-the samples, and computes priorities from the model.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
+visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time
+since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and
+the finish reason of its last request are also features. From these features, `ReuseModel` predicts when an
+entry will be used again. This file chooses the samples for the model, and computes priorities from its
+predictions.
 
-| entry      | condition                                              | order of eviction                              |
-|------------|--------------------------------------------------------|------------------------------------------------|
-| active     | no later request has returned to its last visit        | by the index of `ReuseModel`                   |
-| tail       | at the end of a visit; not all returning requests use  | by the index of `ReuseModel`, times the share  |
-|            | this end                                               | of returning requests that use it              |
-| superseded | a later turn of its conversation did not use it        | before active and tail entries, least recently |
-|            |                                                        | used first                                     |
-| stale      | idle longer than nearly all returning requests         | like superseded entries                        |
+| entry      | condition                                       | order of eviction                            |
+|------------|-------------------------------------------------|----------------------------------------------|
+| active     | no later request has returned to its last visit | smallest value first (`ReuseModel.index`)    |
+| tail       | at the end of a visit; not all returning        | like active entries, but the predicted reuse |
+|            | requests use this end                           | is multiplied by the share of returning      |
+|            |                                                 | requests that use this end                   |
+| superseded | a later turn of its conversation did not use it | before active and tail entries, least        |
+|            |                                                 | recently used first                          |
+| stale      | idle longer than nearly all returning requests  | like superseded entries                      |
 
 Until it has samples, the policy evicts the least recently used entry.
 """
@@ -144,9 +146,9 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` may be evicted together. Usually these are all tokens of
-        `entry`. If most returning requests do not use the last tokens of a visit, only tokens at that end are evicted
-        together."""
+        """Return how many tokens at the end of `entry` may be evicted together, usually all its tokens. The exception
+        is an entry that contains the last tokens of a visit, if most returning requests do not use these last tokens.
+        Then only these last tokens are evicted together."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open or self.shadow.is_off:
             return entry.tokens
@@ -159,7 +161,7 @@ class Adaptive:
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
         """Return the stratum and the level of an entry for `ReuseModel.index`. The stratum selects a baseline of the
-        model. The level is the sum of the feature factors."""
+        model. The level is the sum of the logarithms of the feature factors."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:

@@ -128,10 +128,11 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors.
+        """Return the value of keeping pages of this `age`. The value is the logarithm of a rate: the expected uses,
+        divided by the seconds for which the pages are kept. The pages are assumed to be kept for the time that gives
+        the highest rate.
 
-        The value is a logarithm of expected uses per second of keeping. The model assumes that the pages are kept for
-        the time that gives the highest rate.
+        `stratum` selects the baseline of the hazard. `level` is the sum of the logarithms of the feature factors.
         """
         row = self._index[stratum][_row(level)]
         if age < _FINE:
@@ -226,7 +227,7 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age in seconds before which the fraction SEEN of all expected reuses happens. Samples without a
+        """Return the age, in seconds, at which the fraction SEEN of all expected reuses has happened. Samples without a
         reuse so far do not reduce this age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))

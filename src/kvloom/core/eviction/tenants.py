@@ -30,12 +30,12 @@ SOFT_PART = 0.5
 class Tenant:
     """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
 
-    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share are not
-    evicted for other tenants. A tenant with weight 0 has no share, and its pages are evicted first. If all weights are
-    0, only the policy decides. Shares change with the size of the pool, but quotas do not.
+    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share are
+    not evicted for other tenants. A tenant with weight 0 has no share, and its pages are evicted first. If all
+    weights are 0, only the policy decides. Shares change with the size of the pool, but quotas do not.
 
-    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. For a tenant
-    with at most one open sequence, even the protected half may be evicted, if its pages are not in use. One long
+    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A tenant
+    that has at most one open sequence may even evict cached pages in the protected half of such a share. One long
     request can therefore use the memory of all shares that are not firm.
     """
 

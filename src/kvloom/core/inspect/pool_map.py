@@ -209,9 +209,10 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Count pages by cell and code. `at` are indices of pages after the start of cell `first`, and `code` their
-        codes. Returns four arrays: cell, code, share of the cell in thousandths, and number of pages. Without `c`,
-        `at` are slabs."""
+        """Count the pages in cells [first, last) by cell and code. `at` are page indices, counted from the first page
+        of cell `first`. `code` has the code of each page (owner and state). If `c` is None, slabs are counted instead,
+        and `at` are slab indices. Returns four arrays with one entry per cell and code: cell, code, share of the cell
+        in thousandths, and number of pages."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]

@@ -250,8 +250,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the numbers of layers per page to try, for a group of `count` layers. For each number of pages, only
-    the smallest number of layers per page that covers all layers is tried."""
+    """Return the numbers of layers per page to try, for a group of `count` layers. There is one for each possible
+    number of pages: `count` divided by the number of pages, rounded up."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

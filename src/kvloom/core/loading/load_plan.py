@@ -54,11 +54,11 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group with full attention. Every longer hit needs this group's page of the next block. If no tier has
-    the page, tiers cannot extend the hit.
+    """Return a group whose page of the next block must be in a tier, if tiers are to extend the hit. This is a
+    group with full attention, because every longer hit needs its page of the next block.
 
-    Returns None if no group has full attention. Also returns None if the model has states, because a prompt can then
-    resume at a snapshot inside the next block.
+    Returns None if no group has full attention. Also returns None if the model has states, because a prompt can
+    then resume at a snapshot inside the next block.
     """
     if layout.of("state"):
         return None
@@ -202,11 +202,11 @@ class LoadPlan:
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
+        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in tiers.
 
-        In a model with states, a tier must have pages of the partial block that ends exactly at `resume`. `tails`
-        contains, for each group, the ends of partial blocks that tiers have. In a model without states, a page of the
-        full block is sufficient.
+        In a model without states, a tier's page of the full block is sufficient. In a model with states, tiers must
+        have the pages of the partial block that ends exactly at `resume`. `tails` contains, for each group, the ends of
+        the partial blocks that tiers have.
         """
         if self._is_cached(resume):
             return True

@@ -141,9 +141,9 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return two positions after a load in which some pages may have failed. The first is the end of the tokens to
-    publish, for which `rows` has all needed pages. The second is the position at which a prompt can then resume.
-    `rows` has the page ids of each block."""
+    """Return two positions: the end of the tokens to publish, and the position at which a prompt can then resume.
+    Both may be earlier than planned, because some pages may not have been loaded. Only tokens for which `rows` has
+    all needed pages are published. `rows` has the page ids of each block."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):

@@ -302,8 +302,8 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the partly used slab with the fewest pages to move, or None. Its pages must fit into the free pages
-        of other slabs of its class."""
+        """Return the slab that compaction should empty: the partly used slab with the fewest pages to move. Returns
+        None if there is no such slab, or if its pages do not fit into the free pages of other slabs of its class."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)

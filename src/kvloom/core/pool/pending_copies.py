@@ -88,9 +88,9 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the ids of the pages that contain the bytes of the pages `rows` now, while copies are still
-        pending. For the target of a pending copy, this is the source page. An id is 0 if an earlier batch of copies
-        must write the page first. The result is valid until `take`."""
+        """Return, for each page in `rows`, the id of the page that has its bytes now. For the target of a pending copy,
+        this is the source page. An id is 0 if an earlier batch of copies must write the page first. The result is valid
+        until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:

@@ -383,8 +383,8 @@ class HashIndex(Generic[HashKey]):
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
-        """Return a bit mask for each hash. Bit g is set if any of `places` has a page of group g for this hash. None
-        means all places."""
+        """Return a bit mask for each hash. Bit g is set if any of `places` has a page of group g for this hash. If
+        `places` is None, all places count."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -262,7 +262,8 @@ class Lookup:
         return self.media_limit(match, lambda item: match.media_root + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the length at which the prompt could resume with the pages in `index` alone."""
+        """Return the length at which the prompt could resume with only the pages in `index`. Cached pages of the pool
+        do not count."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

@@ -28,7 +28,7 @@ __all__ = ["Media", "MediaIds", "MediaRun", "activation_mark", "private_mark", "
 @dataclass(frozen=True, slots=True)
 class Media:
     """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
-    tokens that the image has in layers with pages of images (cross attention), or 0 if the model has no such layers.
+    tokens of the image in media layers (such as cross attention), or 0 if the model has no media layers.
     """
 
     start: int

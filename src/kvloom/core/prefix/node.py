@@ -136,8 +136,8 @@ class Checkpoint(Entry):
 
     @property
     def history(self) -> ReuseHistory | None:
-        """The history of the checkpoint's node. Both have one history, because a request that resumes at the
-        checkpoint also hits the node."""
+        """The history of the checkpoint's node. A checkpoint has no history of its own, because a request that
+        resumes at the checkpoint also hits the node."""
         return self.node.history
 
     @history.setter

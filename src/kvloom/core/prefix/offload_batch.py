@@ -27,8 +27,8 @@ class OffloadBatch(NamedTuple):
     | numbering | kind of the groups: "token" or "state"                                                      |
     | hashes    | block hash of each row of `rows`                                                            |
     | rows      | page ids, one column per page of a block or of a state; id 0 means no page                  |
-    | pages     | page ids of the same shape: where the bytes of `rows` are until the next `take_copies`. The |
-    |           | target of a pending copy has its bytes in the source page. Id 0 means unknown               |
+    | pages     | for each page of `rows`, the id of the page that contains its bytes until the next          |
+    |           | `take_copies`. For the target of a pending copy, this is the source. Id 0 means unknown     |
     | evicted   | true: the pages are evicted and will be overwritten soon; false: their sequence closed,     |
     |           | and they stay cached                                                                        |
     | was_hit   | whether a later request hit the pages                                                       |
@@ -36,9 +36,9 @@ class OffloadBatch(NamedTuple):
     | root      | root of the block hashes of the pages                                                       |
     | age       | number of step marks since the pages were written or moved, at most 2 (2 also if unknown)   |
 
-    The engine sets a step mark before each step, and after copies inside the pool. Age 0 means that work after the
-    last mark may have written the pages. Age 1 means that the pages were written before the last mark, and age 2
-    before the second last mark.
+    The engine sets a step mark before each step, and after copies inside the pool. Age 0 means that work
+    after the last mark may have written the pages. Age 1 means that the pages were written before the last
+    mark, and age 2 before the second last mark.
     """
 
     numbering: str
@@ -73,8 +73,8 @@ class OffloadSource:
 
     def mark_step(self, now: float, moved: bool) -> None:
         """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
-        inside the pool since the last mark. The new mark then also counts as the second last mark. An offload that
-        waits for either mark therefore waits for these copies."""
+        inside the pool since the last mark. The new mark then counts as the last and also as the second last mark,
+        so that an offload of age 1 or 2 waits for these copies."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]
@@ -91,7 +91,7 @@ class OffloadSource:
 
     @staticmethod
     def on_split(upper: Node, lower: Node, at: int) -> None:
-        """Divide the offload marks of a node that was split at token `at`. `lower` is the original node, and
+        """Divide the `OffloadMarks` of a node that was split at token `at`. `lower` is the original node, and
         `upper` the new node."""
         marks = lower.offload
         if marks is not None:

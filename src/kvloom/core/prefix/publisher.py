@@ -96,8 +96,8 @@ class EventPublisher:
         return text if begin >= node.start else self._text_before(node, node.start - begin) + text
 
     def _tokens(self, text: bytes) -> bytes:
-        """Return tokens of the tree in the form of events. The id of a media token then depends only on the content of
-        the image."""
+        """Return tokens of the tree as events contain them. The tree has negative ids for media tokens, which only
+        this process can interpret. Each of them is replaced by a checksum of the image's content."""
         if not self._media_ids.used or not loops.any_negative(text):
             return text
         ids = np.frombuffer(text, "<i4").copy()
@@ -115,8 +115,8 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return the hash of the prefix that ends at `position` in `node`. If a block has several units of
-        HASH_TOKENS tokens, the result is a BlockHash. It also contains the hashes of the block's units up to
+        """Return the hash of the prefix that ends at `position` in `node`. If blocks have several units of
+        HASH_TOKENS tokens, returns a `BlockHash`, which also contains the hashes of the block's units up to
         `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
@@ -174,7 +174,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, adapter))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish that window pages that were missing in `node` were added again. `missing` marks these pages."""
+        """Publish window pages that `node` lacked and now has again. `missing` marks these pages."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)

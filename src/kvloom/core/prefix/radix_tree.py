@@ -208,9 +208,9 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether a node that grows by `rows` (page ids, one row per block) would lose a window page. The
-        first row replaces the page ids of the node's partial block, but may lack a window page that a checkpoint
-        needs."""
+        """Return whether a node would lose a window page if it grew by `rows` (page ids, one row per block). The
+        first row replaces the page ids of the node's partial block. This row may lack a window page that a
+        checkpoint still needs."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())

@@ -24,9 +24,10 @@ Present = npt.NDArray[np.generic]
 def missing_unit(
     position: int, windows: Sequence[tuple[Visibility, Present]], unit: int
 ) -> tuple[int, int] | None:
-    """Return the last unit that a prompt needs to resume at `position` and that is missing, as (window, unit). Returns
-    None if all needed units are present. `windows` contains, for each windowed group, its visibility and one truth
-    value per unit of the path."""
+    """Find the last missing unit among the units that a prompt needs to resume at `position`. Return it as
+    (index in `windows`, index of the unit), or None if no needed unit is missing. `windows` contains, for each
+    windowed group, its visibility and one truth value per unit of the path: whether the unit is present. `unit`
+    is the number of tokens in a unit."""
     stop = -(-position // unit)
     worst = None
     for window, (visibility, present) in enumerate(windows):

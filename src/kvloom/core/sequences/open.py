@@ -99,7 +99,8 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
 
 
 def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
-    """Return the policy's history of the evicted tokens that the request would have hit next."""
+    """Return the reuse history of the evicted tokens that follow the hit in the prompt. Return None if no such
+    tokens were evicted, or if their history is not stored."""
     if match.miss.reason != "evicted":
         return None
     place = match.path[-1].serial if match.path else match.root_hash

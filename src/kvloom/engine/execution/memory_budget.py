@@ -160,8 +160,9 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. On a
-    large GPU the number is larger. The batch then finishes slightly earlier, although each token arrives later.
+    """Return the number of prompt tokens per step for offline batches on a large GPU. It is larger than the
+    number for serving: the batch finishes slightly earlier, although each token arrives later. Return None for
+    other devices, which use the number for serving.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

@@ -290,7 +290,8 @@ class ModelRunner:
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
         """Run typical steps on temporary pages and call `choose` with their logits. This compiles kernels before
-        requests arrive. Returns the prompt tokens and the seconds of the last step. Does nothing on a CPU.
+        requests arrive. Returns the number of prompt tokens in the last step, and the seconds that this step took.
+        Does nothing on a CPU, and returns zeros.
         """
         if self.device.type != "cuda":
             return 0, 0.0
@@ -327,8 +328,9 @@ class ModelRunner:
     ) -> int:
         """Run several steps of the same temporary sequences. Return the number of tokens computed in all steps.
 
-        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step or the
-        pool is too small for it. `limit` is the length of each prompt. Each step passes its logits to `choose`.
+        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced to the tokens
+        that are left in the step. A sequence for which the pool is too small is left out of the step. Each sequence
+        is opened with a prompt of `limit` tokens. Each step passes its logits to `choose`.
         """
         open_: dict[int, Sequence] = {}
         done = 0

@@ -55,11 +55,11 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return the forms in which tiers store the pages of a layout, by form of the page in the pool.
+    """Return the forms of units, by form of the page in the pool. Tiers store each page as units.
 
-    Tiers store units: pages of HASH_TOKENS tokens, in the form that they have in a layout with this block size.
-    Returns {} if the layout has this block size already. Omits groups in which a block of this size would own another
-    number of pages.
+    A unit is a page of HASH_TOKENS tokens, in the form that pages have in a layout with blocks of
+    HASH_TOKENS tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if
+    the given layout already has blocks of HASH_TOKENS tokens.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}
@@ -74,11 +74,11 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return the forms in which a re-encoding tier stores the pages of a layout and their units, by form of the page
-    or unit.
+    """Return the forms in which a re-encoding tier stores pages and units. The keys are the forms of pages in
+    `layout`, and of their units (pages of HASH_TOKENS tokens).
 
-    The stored forms contain plain values, so they do not depend on the KV dtype. Raises ValueError for pages whose
-    scales are not in the page.
+    The stored forms contain plain values, so they do not depend on the KV dtype. Raises ValueError for pages
+    whose scales are not in the page.
     """
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]
@@ -112,9 +112,9 @@ def open_host(
     shared: bool = False,
     ttl: float = 0,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. With
-    `shared`, other processes on this host may map the memory and read it. Returns the tier and the shared memory. The
-    shared memory is None if the system does not support it.
+    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned.
+    With `shared`, other processes on this host may map the memory and read it. Returns the tier and the shared
+    memory. The shared memory is None without `shared`, or if the system does not support it.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -211,9 +211,9 @@ class HostPages:
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
 
-        On a GPU the copy waits for all work on the current stream. With `age` 1, the copy waits only for work before
-        the last mark. With `age` 2, it waits only for work before the second last mark. The caller must ensure that
-        work after this mark did not write the pages.
+        On a GPU, `age` selects the work on the current stream for which the copy waits: all work (0), work
+        before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
+        this mark did not write the pages.
         """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)

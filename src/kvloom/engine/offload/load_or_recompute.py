@@ -104,10 +104,11 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return the function `load`, with its results multiplied by a factor of at least 1. The factor is the
-        elapsed time of the load so far, divided by its expected time.
+        """Return the function `load`, corrected for a load that is slower than expected. Its results are multiplied
+        by elapsed time / expected time. This factor is at least 1.
 
-        The expected time includes the next `next_tokens` tokens, because they may still be in transfer.
+        The elapsed time counts from the first decision. The expected time is the estimate for the tokens loaded
+        since then and for the next `next_tokens` tokens, which may still be in transfer.
         """
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)

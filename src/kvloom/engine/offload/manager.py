@@ -410,11 +410,11 @@ class OffloadManager:
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start queued offloads, and record how long the `finished` step took since `started`. `inflight` is the step
-        that runs now.
+        """Start queued offloads. If a step has `finished`, record the time since `started` as the time of this
+        step. `inflight` is the step that runs now.
 
-        If no step has finished, no step runs, and requests wait for pages (`is_waiting`), sleep until a page may have
-        arrived.
+        If no step has finished and no step runs, but requests wait for pages (`is_waiting`) or a prefetch is in
+        progress, sleep until a page may have arrived.
         """
         self._offer_pages()
         self.flush()  # the next step may start much later

@@ -118,10 +118,11 @@ def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
 
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use them.
+    """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use
+    them.
 
-    A peer tier also has whole pages, because it may be the host memory of an engine with this block size. Returns
-    `place` unchanged if the pool has blocks of HASH_TOKENS tokens.
+    A peer tier also has whole pages, because the peer may have the same block size as this engine. Returns
+    `place` unchanged if the pool's blocks have HASH_TOKENS tokens.
     """
     forms = unit_forms(layout)
     is_peer = "peer://" in place.tier.name
@@ -156,8 +157,8 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise TierError. A
-    tier that re-encodes pages stores states unchanged.
+    """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise
+    TierError. Also makes a re-encoding tier store states unchanged.
     """
     if isinstance(place.tier, LossyTier):
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))

@@ -172,12 +172,13 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return which mark follows all writes to a batch's pages: 1 for the last mark, 2 for the second last mark, 0
-        for no mark. The copy of the batch waits only for the work before this mark (see `HostPages.offload`).
+        """Return for which work the copy of a batch must wait: 1 for the work before the last mark, 2 for the work
+        before the second last mark, 0 for all work (see `HostPages.offload`). Pages that stay cached get 0.
 
-        All marks that were set after a page entered the radix tree follow the writes to the page. Pages of a step
-        enter the tree after the launch of the step, and loaded pages after their copy. A mark is set after copies
-        inside the pool. Later work writes only to the unused part of a partial block.
+        Evicted pages need not wait for all work, because the work that writes a page is launched before the page
+        enters the radix tree. Pages of a step enter the tree after the launch of the step, and loaded pages after
+        their copy. All later marks therefore follow these writes. A mark is also set after copies inside the pool.
+        Later work writes only to the unused part of a partial block.
         """
         return batch.age if batch.evicted else 0
 

@@ -130,9 +130,10 @@ class TierLoader:
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether it is faster to load `tokens` tokens in `seconds` than to compute them. `all_tokens` is the
-        number of all missing tokens of the prompt. The time to compute `tokens` is the time for all of them, minus
-        the time for the others. Returns True if nothing was measured.
+        """Return whether loading `tokens` tokens in `seconds` is faster than computing them. `all_tokens` is the
+        number of missing tokens of the prompt. The time to compute `tokens` is the time to compute all missing
+        tokens, minus the time to compute the missing tokens that are not loaded. Returns True if nothing was
+        measured, or if the request always loads.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -178,7 +179,8 @@ class TierLoader:
 
     def _collect(self, job: LoadJob) -> None:
         """Record arrived chunks, from the end of the prompt to its start. If a chunk is incomplete, cancel the
-        remaining chunks. They are not cancelled if no chunk has arrived completely and the model has no states."""
+        remaining chunks. Exception: in a model without states, the remaining chunks continue if no chunk has
+        arrived completely so far."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -313,11 +315,14 @@ class TierLoader:
     def _max_lost_seconds(self, job: LoadJob) -> float:
         """Return the seconds that a request may lose by waiting for pages.
 
-        | measured so far                         | seconds that the request may lose                                                           |
-        |-----------------------------------------|---------------------------------------------------------------------------------------------|
-        | neither prefill nor load, or only loads | a twentieth of the longest deadline; 0 if the load is estimated to take longer              |
-        | prefill, but no load of this job        | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS           |
-        | prefill and load                        | the same limit, but at least twice the time of the next chunk, up to MAX_SHORT_WAIT_SECONDS |
+        | measured so far  | seconds that the request may lose                                                      |
+        |------------------|----------------------------------------------------------------------------------------|
+        | no prefill       | a twentieth of the longest deadline; 0 if the load is estimated to take longer         |
+        | prefill, no load | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS      |
+        | prefill and load | the larger of this limit and twice the time of the next chunk; the second number is at |
+        |                  | most MAX_SHORT_WAIT_SECONDS                                                            |
+
+        A load counts as measured if the job has chunks in transfer and the rates of its tiers are known.
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:

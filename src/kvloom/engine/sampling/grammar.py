@@ -78,8 +78,8 @@ class GrammarBusyError(ValueError):
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """The limits of one grammar: `seconds` of CPU time for the compilation and for the masks of each step, and
-    bytes of `memory`. At most `waiting` grammars may wait to be compiled, and at most a quarter of them may come
-    from one tenant.
+    bytes of `memory`. At most `waiting` grammars may wait to be compiled. At most `waiting` / 4 of them may
+    belong to one tenant.
     """
 
     seconds: float = 2.0

@@ -247,8 +247,9 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return, for each request, the smallest logit of a token that it may sample ([rows, 1]). It follows from the
-    sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have this logit, all of them may be sampled.
+    """Return, for each request, the smallest logit with which a token may be sampled ([rows, 1]). This limit is
+    computed from the sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have exactly this logit,
+    all of them may be sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)

@@ -60,7 +60,8 @@ class Admission:
 
     @property
     def resident_tokens(self) -> int:
-        """Largest number of tokens whose full-attention pages a long request is assumed to have in the pool."""
+        """Admission assumes that a long request has the full-attention pages of at most this many tokens in the
+        pool."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
@@ -178,8 +179,9 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
-        `first` to `ends` tokens. For a windowed group, counts at most one block more than its window grows by.
+        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow
+        from `first` to `ends` tokens. For a windowed group, counts the number of blocks by which the visible range
+        grows, plus one, but not more than the new blocks.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

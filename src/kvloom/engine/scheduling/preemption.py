@@ -25,21 +25,26 @@ def choose_victim(
     picked: Many[Scheduled],
     excess: Callable[[Request], float],
 ) -> Request | None:
-    """Return the running request to preempt so that `request` gets pages for `count` tokens, or None if there is no
-    candidate.
+    """Return the running request to preempt so that `request` gets pages for `count` tokens, or None if there
+    is no candidate.
 
-    | a running request      | is a candidate if                                                                          |
-    |------------------------|--------------------------------------------------------------------------------------------|
-    | with work in this step | never                                                                                      |
-    | of the same tenant     | it ranks after `request`, or is a parked beam                                              |
-    | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: it arrived later than `request`; it is a parked beam; `request`'s tenant is within its fair share, and its own tenant is not |
+    | a running request      | is a candidate if                                                                   |
+    |------------------------|-------------------------------------------------------------------------------------|
+    | with work in this step | never                                                                               |
+    | of the same tenant     | it ranks after `request`, or is a parked beam                                       |
+    | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: |
+    |                        | 1. it arrived later than `request`                                                  |
+    |                        | 2. it is a parked beam                                                              |
+    |                        | 3. its tenant is above its fair share, and the tenant of `request` is not           |
 
-    A parked beam waits for the other beams of its search. The guaranteed share of a tenant follows from the weights
-    of all tenants (see `Tenant`). The fair share follows from the weights of the tenants that have requests now. If
-    `request` would exceed the quota of its tenant, only requests of the same tenant are candidates. `picked` is the
-    work of this step. `excess(request)` returns the bytes that the tenant of a request uses above its fair share. If
-    the tenant of `request` is within its share, the candidate whose tenant has the largest excess is chosen.
-    Otherwise, and among equals, the last in rank is chosen.
+    A parked beam waits for the other beams of its search. The guaranteed share of a tenant follows from the
+    weights of all tenants (see `Tenant`). The fair share follows from the weights of the tenants that have
+    requests now. If `request` would exceed the quota of its tenant, only requests of the same tenant are
+    candidates.
+
+    If the tenant of `request` is not above its fair share, the candidate whose tenant has the largest excess
+    is chosen. Otherwise, and among equals, the candidate that is last in rank is chosen. `excess(request)`
+    returns the bytes that the tenant of a request uses above its fair share. `picked` is the work of this step.
     """
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}

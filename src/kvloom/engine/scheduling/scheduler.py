@@ -374,10 +374,13 @@ class Scheduler:
         next_blocks: set[NextBlock | None],
         deferred: list[Request],
     ) -> bool:
-        """Return whether a request stays in the queue because of another request. The other request computes or loads
-        its next block, or will take a checkpoint at which this request can resume. If the other request loads the
-        block, this request leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise at most
-        MAX_DEFERRED requests of a step stay in `deferred`.
+        """Return whether a waiting request stays in the queue because of another request. The other request
+        computes or loads the next block of the waiting request, or will take a checkpoint at which the waiting
+        request can resume.
+
+        The waiting request is the last of `deferred`. If the other request loads the block, the waiting request
+        leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise it stays in `deferred`. If
+        `deferred` has more than MAX_DEFERRED requests, the waiting request does not wait, and False is returned.
         """
         if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
             if self._queue.wait_behind(waiting, next_block):
@@ -580,7 +583,7 @@ class Scheduler:
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
         """Append the sampled tokens of a step to their requests. `after` is the work of the next step, if that step
-        is already launched. Sampled tokens that are its input are committed.
+        is already launched. Also commits the sampled tokens that are input of the next step.
         """
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
@@ -591,8 +594,8 @@ class Scheduler:
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def accept_draft(self, request: Request, token: int) -> None:
-        """Count the last token of a request as computed, because it was a draft token. Add the token after it.
-        `commit_drafts` commits all accepted draft tokens."""
+        """Count the last token of a request as computed, because the step has computed it as a draft token. Append
+        `token`, which follows it. `commit_drafts` commits all accepted draft tokens."""
         request.computed += 1
         request.tokens.append(token)
 
@@ -858,10 +861,11 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
-        block became cold. The long request with the most blocks in the pool loses blocks first. A request that may
-        become long becomes long here, if it has more blocks in the pool than admission projects. If the tenant's
-        quota is exhausted, only requests of this tenant are candidates."""
+        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for
+        `count` tokens. Return whether any block became cold. The long request with the most blocks in the pool is
+        tried first. A request that may become long is also tried, if it has more blocks in the pool than admission
+        projects. It becomes long when its blocks become cold. If `request` would exceed the quota of its tenant,
+        only requests of this tenant are tried."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False

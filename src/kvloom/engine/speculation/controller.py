@@ -310,8 +310,9 @@ class Controller:
         (self._waiting if waited else self.costs).observe(tokens, seconds)
 
     def observe_proposal(self, proposer: str, requests: int, longest: int, seconds: float) -> None:
-        """Update a proposer's average time. The proposer took `seconds` for drafts of up to `longest` tokens for
-        `requests` requests. For trees, `longest` is 1."""
+        """Update a proposer's average time: per request for a lookup, else per token of the longest draft. The
+        proposer took `seconds` for drafts of up to `longest` tokens for `requests` requests. For trees, `longest`
+        is 1."""
         if units := requests if proposer in self._lookups else longest:
             each = seconds / units
             before = self._proposing.get(proposer, each)

@@ -163,7 +163,8 @@ class DraftModelProposer:
             request.draft_missing = None
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If all tokens of a draft were accepted, record that the draft model lacks the last token of the draft."""
+        """If this proposer made the draft (`own`) and all its tokens were accepted, record that the draft model
+        lacks the last token of the draft. Does nothing if the proposer is `complete`."""
         if own and accepted == drafted and not self._complete:
             self._lacks(request, request.computed - 1)
 

@@ -127,8 +127,8 @@ class _Tree:
         self._least = -math.inf  # a candidate with a smaller chance cannot be part of the draft
 
     def add_children(self, children: list[tuple[list[float], list[float]]], depth: int) -> None:
-        """Add candidates. `children` are the logarithms of chances and the tokens of each current node's children. The
-        most likely child is first."""
+        """Add candidates. `children` has one entry for each current node: the logarithms of the chances of its
+        children, and their tokens. The most likely child is first."""
         for node, (chances, tokens) in zip(self.current, children, strict=True):
             before = self.nodes[node][0] if node >= 0 else 0.0
             for chance, token in zip(chances, tokens, strict=True):

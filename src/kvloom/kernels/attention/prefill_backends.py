@@ -283,9 +283,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Every array has one value per copy. Line `table_rows` of the block
-    table has the pages. The tokens [begins, ends) are copied to token `into` and later tokens of the target. A copy
-    has `sizes` tokens in the target. If it has fewer tokens in the pages, zeros fill the rest."""
+    """Return the copy list for `gather_pages`. Every array has one value per copy. A copy reads the tokens
+    [begins, ends) of the sequence in row `table_rows` of the block table. It writes `sizes` tokens to the
+    target, from token `into` on. If it reads fewer tokens than it writes, zeros fill the rest."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -326,8 +326,8 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the unit of round sizes: the largest power of two that is at most `tokens`, divided by `parts`. The
-    unit is at least 128."""
+    """Return the unit of round sizes for `tokens` tokens. Let p be the largest power of two that is at most
+    `tokens`. The unit is p / `parts`, but at least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 

@@ -1,9 +1,10 @@
-"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a sequence are therefore gathered from
-pages first. If no sequence has context, the new tokens are read directly, without a copy.
+"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a sequence are therefore gathered
+from pages first. If no sequence has context, the new tokens are read directly, without a copy.
 
-    tokens             |-- outside every window --|-- context, visible --|---- new ----|
-    gathered                                       |--------------- one copy -----------|    |---- new ----|
-                                                                                            no context: not copied
+    with context      |-- outside every window --|-- context, visible --|---- new ----|
+    gathered                                     |------------- one copy -------------|
+
+    without context   |---- new ----|            read directly
 
 This module does not depend on plans or other backends.
 """

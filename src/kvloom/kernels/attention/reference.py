@@ -60,9 +60,10 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
 
-    A query that sees no token has output 0. Its log-sum-exp is minus infinity, or that of the sinks. `k_scale` and
-    `v_scale` are pages of scales ([pages, b, kv]) or one scale per head ([kv]). Sequences of similar size are
-    computed in one batch. The number of torch calls grows with the bytes read, not with the number of sequences.
+    A query that sees no token has output 0. Its log-sum-exp is the sink of the head, or minus infinity without
+    sinks. `k_scale` and `v_scale` are pages of scales ([pages, b, kv]) or one scale per head ([kv]). Sequences
+    of similar size are computed in one batch. The number of torch calls grows with the bytes read, not with the
+    number of sequences.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -198,8 +199,8 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the pieces with the indices `chosen`, in ascending order. If a batch has all pieces, its outputs then
-    need no reordering."""
+    """Return the pieces with the indices `chosen`, sorted by index. The outputs of a batch that has all pieces
+    then need no reordering."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
@@ -332,8 +333,8 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv or 1, 1, 1,
-    1]."""
+    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv, 1, 1, 1],
+    and a single scale as [1, 1, 1, 1]."""
     if scales is None:
         return None
     if scales.dim() < 3:

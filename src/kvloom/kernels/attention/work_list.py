@@ -242,8 +242,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Merge the partial results of each query over its own tokens with those over shared runs (page ranges of
-        several sequences) that the query reads."""
+        """Merge two kinds of partial results of each query: the results over its own tokens, and the results over the
+        shared runs that the query reads. A shared run is a page range that several sequences share."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

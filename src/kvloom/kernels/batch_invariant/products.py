@@ -1,8 +1,9 @@
 """Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a tensor row is
 bit-identical in any batch.
 
-The number of rows must not change the result, so usually one tile size serves all calls with a weight. A large
-product uses a larger tile, but only if a test on random input gave identical bits on this device.
+The number of rows must not change the result, so usually all products with the same weight use one tile
+size. A large product uses a larger tile, but only if a test on random input gave identical bits on this
+device.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ request.
 
 A request gets at most one new block per step. `patched` is the number of this block, or -1. Its page ids are `new
 pages`, which the launch writes to `tables`. `table row` is the line of the request in each block table. `source` is
-the index of the request in the previous step, whose sampled token may be only on the device. If `source` is -1,
-`token` is used. `states` are the request's state pages. `shift`, which only some models need, is the shift of rotary
-positions by images. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture
-the step.
+the index of the request in the previous step. The token that was sampled there is used, because it may be only on
+the device. If `source` is -1, `token` is used instead. `states` are the request's state pages. `shift`, which only
+some models need, is the shift of rotary positions by images. CPU tensors run in torch (the oracle). CUDA tensors run
+in Triton, so that a graph can capture the step.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def _row_kernel(
 def lay_out_step(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, block: int, states: int, fixed: int
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel for the upload `numbers` [fields, requests]. Its first `fixed` fields are the fixed fields
-    (see ROW_FIELDS). Return the tensors of `StepLayout`."""
+    """Launch the kernel for the upload `numbers` [fields, requests]. `fixed` is the number of fields before the
+    new pages (ROW_FIELDS). Return the tensors of `StepLayout`."""
     columns, sequences, blocks = tables.shape
     fields, rows = numbers.shape
     rest = fields - fixed - columns

@@ -3,9 +3,10 @@
     shrink   low[split, place] = a[slot] @ x[token]      over a part of the inputs: a split
     expand   out[token] += b[slot] @ low[place]          low is the sum of all splits
 
-Tokens are sorted by slot, and `place` is the place of a token in this order. A tile has M places. A program computes
-the adapters of its tile one after the other. Tokens of an adapter are adjacent, so there are at most tiles + adapters
-pairs of a tile and an adapter. Programs without adapters return at once. Grids depend only on the number of tokens.
+Tokens are sorted by slot, and `place` is the place of a token in this order. A tile has M places. A program
+computes the adapters of its tile one after the other. Tokens of an adapter are adjacent. The numbers of
+adapters of all tiles therefore add up to at most tiles + adapters. Programs without adapters return at
+once. Grids depend only on the number of tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

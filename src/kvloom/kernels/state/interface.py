@@ -244,8 +244,8 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` and its shape, as an argument of `check_tokens`. `check_tokens` then checks only device and
-    dtype. `check_states` has already checked the shape."""
+    """Return `states` and its own shape, as an argument of `check_tokens`. `check_tokens` then checks only device
+    and dtype, because a tensor always has its own shape. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 

@@ -1,10 +1,11 @@
 """Recurrent layers over packed tokens in plain torch. This is the oracle (in float64) and the CPU path.
 
-The kernels must compute the same results. `interface` checks shapes. A loop over time is used only if a recurrence
-needs it, and it processes blocks of tokens. All other work is one operation over sequences, heads and channels.
+The kernels must compute the same results. `interface` checks shapes. A loop over time is used only if a
+recurrence needs it, and it processes blocks of tokens. All other work is one operation over sequences,
+heads and channels.
 
     sequences of similar length → one dense batch [sequences, longest, …]; padding tokens change no state
-    long and short sequences → one sequence at a time
+    sequences of very different length → one sequence at a time
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
     """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`).
-    If `some` is true, also load the time step. Returns x, b, c and the time step."""
+    Returns x, b, c and the time step. The time step is 1 without DT. With DT it is loaded, or 0 if `some` is
+    false (no token)."""
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)

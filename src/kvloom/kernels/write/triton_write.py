@@ -158,8 +158,9 @@ def _append(
     NORM: tl.constexpr,
 ):
     """Write K or V of some heads and tokens to their pages. SCALES is 0 for pages without scales, 1 for one scale
-    per head, and 2 for one scale per token and head. With 2, the scale is stored in the page. NORM is 1 if the dims
-    that are not rotated are normalised (2: with 1 + weight)."""
+    per head, and 2 for one scale per token and head. With 2, the scale is stored in the page. NORM is 0 without
+    a norm. With 1 or 2, the dims that are not rotated are normalised, and multiplied by weight (1) or 1 +
+    weight (2)."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0

@@ -251,8 +251,8 @@ def _record_call(
 def attention_output(
     forward: Callable[..., Any], x: torch.Tensor, rotary: Any, pages: Any
 ) -> torch.Tensor | None:
-    """Return the output of an attention module's forward for `x` on stand-in `pages`. Return None if the forward needs
-    more than it gets here."""
+    """Return the output of an attention module's forward for `x` on stand-in `pages`. Return None if the forward
+    fails, for example because it needs other arguments."""
     try:
         found: torch.Tensor = forward(
             hidden_states=x,

@@ -20,8 +20,8 @@ class Term(Protocol):
     """A term that is added to the result of a product."""
 
     def add(self, x: torch.Tensor, out: torch.Tensor, part: int | None = None) -> None:
-        """Add the term of the input `x` to `out`, in place. `out` is the result of all joined layers, or with `part`
-        of the layer with this number."""
+        """Add the term of the input `x` to `out`, in place. `out` is the result of all joined layers. With `part`,
+        `out` is the result of only one joined layer, which has the number `part`."""
 
 
 class Product:
@@ -79,7 +79,7 @@ class Product:
 
 
 def registered(layer: Any) -> Product | None:
-    """Return the product that computes a fused layer. None if the layer computes itself."""
+    """Return the product that computes a layer, or None if the layer is not fused."""
     found: Product | None = vars(layer).get("product")
     return found
 

@@ -183,8 +183,8 @@ def _one_layer_model(fields: dict[str, Any], text: Any, vocabulary: int, dtype: 
 
 
 def _layer_counts(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return, sorted, the numbers of target layers after which hidden states are read. Raises ModelError for an
-    invalid number."""
+    """Return a sorted list of layer counts. A count n means that hidden states are read after the first n layers
+    of the target. Raises ModelError for an invalid count."""
     within = (fields.get("eagle_config") or {}).get(LAYER_IDS)
     counts = fields.get(LAYER_IDS) or (within and [last + 1 for last in within])
     counts = counts or [2, layers // 2, layers - 3]

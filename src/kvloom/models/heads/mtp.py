@@ -157,8 +157,8 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Set the config so that the layer of the head has experts, or else a dense MLP. Each family has its own config
-    fields for this choice, so all known fields are set."""
+    """Set the config so that the layer of the head has experts. Without `has_experts`, the layer has a dense MLP
+    instead. Each family has its own config fields for this choice, so all known fields are set."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

@@ -104,8 +104,8 @@ def calls_registry(model: Any) -> bool:
 
 
 def separation_reason(model: Any) -> str | None:
-    """Return None if a model can compute the packed sequences of a step. Otherwise return the reason why it cannot.
-    A model with a reason runs with transformers' own cache (`own_cache`)."""
+    """Return the reason why a model cannot compute the packed sequences of a step, or None if it can. If there is
+    a reason, the model runs with transformers' own cache (`own_cache`)."""
     if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
         return None
     reason = SEPARATE.get(model.config.get_text_config().model_type)

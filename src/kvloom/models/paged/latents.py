@@ -38,8 +38,8 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
 
 @torch.no_grad()
 def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write queries [tokens, heads, dim], multiplied by the up-projection of keys [heads, dim, rank], to `out` [tokens,
-    heads, rank]. Any strides are possible."""
+    """Multiply queries [tokens, heads, dim] by the up-projection of keys [heads, dim, rank]. Writes the products
+    to `out` [tokens, heads, rank]. Any strides are possible."""
     torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
@@ -47,8 +47,8 @@ def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tens
 def out_of_latent_space(
     found: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return attention results in latent space [tokens, heads, rank], multiplied by the up-projection of values [heads,
-    dim, rank], as [tokens, heads, dim]. Writes to `out` if it is given."""
+    """Multiply attention results in latent space [tokens, heads, rank] by the up-projection of values [heads, dim,
+    rank]. Returns the products [tokens, heads, dim]. Writes to `out` if it is given."""
     if out is None:
         out = found.new_empty((*found.shape[:2], weight.shape[1]))
     torch.bmm(found.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
@@ -57,10 +57,11 @@ def out_of_latent_space(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Queries of one or more sequences, and the tokens that they read. `starts` has the first query of each
-    sequence, counted from the first query of the part. `token_starts` has the same for the tokens. Each token has a
-    row of the block table (`rows`) and a position in its sequence (`positions`). `merges` states that an earlier
-    part has the same queries, so the results of both are merged."""
+    """Some queries of the step (`queries`), and the tokens that they read, of one or more sequences. `starts` has
+    the index of each sequence's first query among the queries of the part. `token_starts` has the index of each
+    sequence's first token among the tokens of the part. Each token has a row of the block table (`rows`) and a
+    position in its sequence (`positions`). `merges` states that an earlier part has the same queries, so the
+    results of both are merged."""
 
     queries: slice
     starts: list[int]
@@ -73,9 +74,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """The sequences of a step that are not expanded. `bounds` has the first query of each of these sequences,
-    counted among their queries only. `lengths` has their numbers of tokens. `queries` selects their queries in the
-    step, and `rows` their rows of the block tables."""
+    """The sequences of a step that are not expanded. `queries` selects their queries in the step, and `rows` their
+    rows of the block tables. `bounds` has the index of each sequence's first query among the selected queries.
+    `lengths` has the number of tokens of each sequence."""
 
     bounds: tuple[int, ...]
     lengths: tuple[int, ...]

@@ -514,9 +514,10 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the page ranges that several sequences share (shared runs). Replays of a decode step with `rows`
-        sequences then read each range once, until the next call. `windows` are the shared ranges of windowed layers.
-        If `windows` is None, those of the last call stay. Return whether any of `runs` was set."""
+        """Set the page ranges that several sequences share (shared runs). Until the next call, replays of a decode
+        step with `rows` sequences read each range once. `runs` are for full-attention layers, and `windows` for
+        windowed layers. If `windows` is None, the windows of the last call stay. Return whether any of `runs` was
+        set."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)

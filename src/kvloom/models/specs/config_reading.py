@@ -212,8 +212,8 @@ def mimo_layers(config: Config) -> list[str]:
 
 
 def zamba_layers(config: Config) -> list[str]:
-    """Return the layer kinds of Zamba: first two recurrent layers and one hybrid layer. After these three, every
-    period of `attn_layer_period` layers has one hybrid layer."""
+    """Return the layer kinds of Zamba. The first three layers are two recurrent layers and one hybrid layer. After
+    these three, every period of `attn_layer_period` layers has one hybrid layer."""
     period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
     rest = ["hybrid" if i % period == offset else "linear_attention" for i in range(config.depth - 3)]
     return ["linear_attention", "linear_attention", "hybrid", *rest]
@@ -403,8 +403,8 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers,
-    space for a compressed entry follows, and in sparse layers also for the indexer's entry. Only the last token of a
-    window uses this space."""
+    space for a compressed entry follows the vector. In sparse layers, space for the indexer's entry follows,
+    too. Only the last token of a window uses this space."""
     more = {
         "heavily_compressed_attention": config.size("head_dim"),
         "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
@@ -548,8 +548,8 @@ def inkling_states(config: Config, _: str) -> tuple[Field, ...]:
 
 
 def falcon(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Falcon. The old architecture has one KV head, or one per query head. The new architecture
-    (`new_decoder_architecture`) stores a copy of the KV head for every query head."""
+    """Return the fields of Falcon. The old architecture has one KV head, or one per query head. The new
+    architecture (`new_decoder_architecture`) copies its KV heads, and stores one copy for every query head."""
     heads = config.size("num_attention_heads")
     if not config.get("new_decoder_architecture"):
         heads = 1 if config.get("multi_query", True) else config.optional("num_kv_heads") or heads

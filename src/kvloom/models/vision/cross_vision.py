@@ -1,11 +1,12 @@
 """Images for models with cross-attention layers. In the prompt, an image is a single token.
 
-    prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
-    media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
+    prompt   | text | ▪ | text … |          ▪ the token of an image
+    media    | tokens of the image |        K and V of every cross-attention layer, in separate pages
 
-A token sees the last image before it. If that image directly follows other images, the token sees all of them. A
-token that sees no image skips the cross-attention layers. The vision tower and the projections are modules of
-Hugging Face. The cache owns the pages.
+The states of an image become these K and V. The pages are written once for each image content, and read by
+every later token that sees the image. A token sees the last image before it. If that image directly follows
+other images, the token sees all of them. A token that sees no image skips the cross-attention layers. The
+vision tower and the projections are modules of Hugging Face. The cache owns the pages.
 """
 
 from __future__ import annotations

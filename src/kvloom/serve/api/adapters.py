@@ -42,7 +42,8 @@ class UnloadFields(msgspec.Struct, frozen=True):
 
 
 class LoadAdapterEndpoint(AdminEndpoint):
-    """POST /v1/load_lora_adapter loads an adapter from a folder below those of --lora-dir."""
+    """POST /v1/load_lora_adapter loads an adapter from a folder. The folder must be below one of the folders that
+    --lora-dir lists."""
 
     async def _respond(self, request: Request) -> Response:
         context = self._context

@@ -43,8 +43,9 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat: the end of its first `messages` messages. If `characters` is set, the position is after
-    this number of characters of the last of these messages. Pages before the position are retained for `ttl` seconds.
+    """A position in a chat. `messages` is the number of messages before the position. If `characters` is set, only
+    this number of characters of the last of these messages is before the position. Pages before the position
+    are retained for `ttl` seconds.
     """
 
     messages: int
@@ -398,7 +399,8 @@ class _Reader:
             self._mark(block, where, size)
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the content of the last message as a list of parts, because images need this form."""
+        """Return the content of the last message as a list of parts, to which images can be added. If the content is a
+        text, it is first converted to such a list."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []

@@ -89,13 +89,14 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a rendered prompt. Return the prompt, the text to encode, and the encoder for this
-        text.
+        """Remove the marks from a rendered prompt. Return three values: the prompt, the text to encode, and the
+        encoder for this text.
 
-        If no control token had a mark, the encoder is `encode`. Otherwise the text to encode has aliases in place of
-        the template's control tokens. The encoder turns the aliases into tokens, and encodes all other text as text.
-        With `special`, the encoder adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the
-        template has split a mark.
+        If the prompt contains no marked control token, the text to encode is the prompt, and the encoder is
+        `encode`. Otherwise each control token of the template is replaced by an alias in the text to encode. The
+        encoder turns aliases into control tokens, and encodes everything else as plain text. With `special`, this
+        encoder also adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the template has
+        split a mark.
         """
         parts = text.split(mark)
         places, place = set(), 0
@@ -180,8 +181,8 @@ class _Texts:
 
     def count(self, value: Any) -> int:
         """Return the number of marks that a value needs: one per control token. A text that starts or ends with a part
-        of a control token also needs a mark, because the template could complete the token. A search stops soon after
-        MAX_MARKS.
+        of a control token also needs a mark, because the template could complete the token. The search in a text
+        stops soon after MAX_MARKS tokens, so the result may then be too small.
         """
         if isinstance(value, str):
             return len(self._places(value))

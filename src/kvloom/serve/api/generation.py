@@ -291,8 +291,8 @@ class GenerationEndpoint(ABC):
         facts: Ready,
         made: dict[int, SamplingParams],
     ) -> SamplingParams:
-        """Return the sampling parameters of a prompt. `made` has the parameters of earlier prompts of the request, by
-        `max_tokens`. Raises ApiError for an invalid prompt or field.
+        """Return the sampling parameters of a prompt. `made` is a cache for all prompts of the request: it maps
+        `max_tokens` to parameters that were created before. Raises ApiError for an invalid prompt or field.
         """
         tokens = prompt.tokens
         chat, count = isinstance(fields, ChatFields), len(tokens)
@@ -498,8 +498,8 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return the text whose end shows whether the answer begins with reasoning. This is the prompt. If the answer
-    continues the final message, it is the last reasoning marker of that message.
+    """Return a text whose end shows whether the answer begins with reasoning. Normally this is the text of the
+    prompt. If the answer continues the final message, it is the result of `last_marker` for that message.
     """
     if not fields.continue_final_message:
         return prompt.text or ""
@@ -541,8 +541,9 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. `most` is the largest number of prompt
-    tokens. If the request asks for -1 tokens, return the largest number that leaves enough tokens for the output.
+    """Return how many tokens at the end of the prompt to keep, or None to keep all. The request sets this number
+    in `truncate_prompt_tokens`. If it sets -1, return the largest number that leaves enough tokens for the
+    output. `most` is the largest allowed number of prompt tokens.
     """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens

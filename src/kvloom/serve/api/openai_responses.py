@@ -35,8 +35,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of one request to `/v1/responses`: those of a chat, and `original`, the fields of the request that the
-    response repeats.
+    """The fields of one request to `/v1/responses`, translated to a chat. `original` contains those fields of the
+    request that the response must repeat.
     """
 
     original: dict[str, Any]

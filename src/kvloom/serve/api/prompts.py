@@ -120,7 +120,7 @@ class PromptLimits:
 
 
 def characters_for(tokens: int) -> int:
-    """Return the limit of characters for a text of up to `tokens` tokens."""
+    """Return how many characters a text may have if it may have `tokens` tokens."""
     return max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * tokens)
 
 
@@ -415,8 +415,8 @@ class PromptEncoder:
         return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token for log-probabilities. A token that is only a part of a character is returned as
-        the tokenizer spells it.
+        """Return the text of a token for log-probabilities. If the token is only a part of a character, return
+        PARTIAL_TOKEN, followed by the token in the tokenizer's own notation.
         """
         if self.tokenizer is None:
             return f"{PARTIAL_TOKEN}{token}"
@@ -434,8 +434,9 @@ class PromptEncoder:
         """Return the offset of each token's first character, and the offset after the last token. The first offset is
         `start`.
 
-        With `text`, offsets are positions in `text`. A token whose text does not occur in `text`, such as a special
-        token, has length 0. Several tokens that form one character have the same offset.
+        Without `text`, the length of a token is the length of its own text. With `text`, offsets are positions in
+        `text`. A token whose text does not occur there, such as a special token, has length 0. Several tokens that
+        form one character have the same offset.
         """
         offsets, at = [], start
         partial: list[int] = []

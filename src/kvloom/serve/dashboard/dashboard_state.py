@@ -195,8 +195,8 @@ class DashboardState:
         }
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters since the start of the server. The counters of drafts and of ages of entries restart with the
-        engine.
+        """Return counters since the start of the server. The counters of drafts and the histograms of entry ages start
+        again when the engine restarts.
         """
         metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)

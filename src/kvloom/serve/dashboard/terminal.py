@@ -151,11 +151,11 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The map of the page pool. Each character represents one or more cells of the pool map. A cell is a range of
-    slabs.
+    """The map of the page pool. The map consists of cells, and each cell is a range of slabs. Each character shows
+    one or more cells.
 
-    The pages that fill the largest part of these cells determine the character. Its colour shows their kind or
-    tenant, and its shape their state.
+    The pages that fill most of these cells decide how the character looks. Its colour shows the kind or tenant
+    of these pages, and its shape their state.
     """
 
     engine: State
@@ -281,7 +281,8 @@ def _policy(policy: State) -> str:
 
 
 def _ages(ages: State) -> str:
-    """Return the median time since the last use, at a hit and at an eviction."""
+    """Return a text with two medians: the time since the last use of cached entries when they were hit again, and
+    when they were evicted."""
     words = [("hit again", ages["reused_p50"]), ("evicted", ages["evicted_p50"])]
     known = [f"{word} after {format_seconds(age)}" for word, age in words if age is not None]
     return "p50: " + ", ".join(known) if known else ""
@@ -314,8 +315,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield the branches below the branch `at`, each with its depth, in tree order. Siblings with the most hits come
-    first. An only child has the same depth as its parent.
+    """Yield the branches below the branch `at`, each with its depth, in tree order. Siblings with the most hits
+    come first. The children of a branch without siblings have the same depth as the branch.
     """
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:

@@ -240,8 +240,9 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the miss.
-    Only with `operator`, the reason may be that another tenant has the pages.
+    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the
+    miss. The reason may be that another tenant has the pages, but only with `operator` (a caller that may see
+    all tenants).
     """
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
     at, found = progress.miss_position, progress.cached_tokens

@@ -253,8 +253,8 @@ def tier_series(stats: EngineStats) -> list[Series]:
 
 
 def _encoding_series(counts: Mapping[str, float]) -> list[Series]:
-    """Return the series about images that encode workers encode: first the series of workers that ask for
-    embeddings, then the series of encode workers."""
+    """Return the series about encode workers. The first series are those of a worker that requests embeddings of
+    images. The last series are those of an encode worker."""
     rows = (
         ("kvloom_handed_over_images", "Images whose embeddings came from encode workers", "handed_over_images"),
         ("kvloom_handed_over_image_bytes", "Bytes of embeddings that came from encode workers", "handed_over_bytes"),
@@ -319,7 +319,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return a Histogram with these bounds, built from counts that the engine sent."""
+    """Return a Histogram with the bucket bounds `bounds`, built from `counts`, which the engine sent."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

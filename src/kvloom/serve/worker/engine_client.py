@@ -405,10 +405,11 @@ class EngineClient:
 
 
 def _restart(start: Start, before: Ready) -> Start:
-    """Return the start options for a restart after an engine (`before`) has died.
+    """Return the start options for a restart. `before` is the Ready message of the engine that has died.
 
-    All tiers become optional, so that an unavailable tier does not prevent serving. Adapters whose folders are gone are
-    left out. A pool that shares memory starts with its last size, because other pools may use the rest.
+    All tiers become optional, so that an unavailable tier does not prevent serving. Adapters whose folders are
+    gone are left out. A pool that shares memory starts with its last size, because other pools may use the
+    rest.
     """
     settings = {
         **start.settings,

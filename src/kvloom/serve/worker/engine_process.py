@@ -1,8 +1,10 @@
-"""The engine process: loads the model, then runs steps. Started as `python -m kvloom.serve.worker.engine_process FD`.
+"""The engine process: loads the model, then runs steps. Started as `python -m
+kvloom.serve.worker.engine_process FD`.
 
-FD is one end of a socket pair. The first message is Start. One thread reads messages, and another sends heartbeats.
-When the API process closes the socket, this process exits at once. With tiers it first finishes pending stores, for
-up to CLOSE_SECONDS. It ignores signals that are meant for the API process.
+FD is one end of a socket pair. The first message is Start. One thread reads messages, and another sends
+heartbeats. When the API process closes the socket, this process exits. If it has tiers, it first finishes
+pending stores, for up to CLOSE_SECONDS. The process ignores SIGINT and SIGTERM, which are meant for the API
+process.
 """
 
 from __future__ import annotations

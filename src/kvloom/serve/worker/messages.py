@@ -201,11 +201,10 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
-    `number`.
+    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
 
-    `share_bytes` is a size that the pool can always reach. A request that fits only into a pool of this size waits
-    until the pool has grown.
+    `share_bytes` is a size to which the pool can always grow. A request that fits into a pool of this size, but
+    not into the present pool, waits until the pool has grown.
     """
 
     pool_bytes: int
@@ -238,9 +237,10 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. An activated LoRA applies
-    from the last occurrence of its `invocation_tokens`. Other adapters have no such tokens. `requests` counts its
-    requests. `is_resident` states that it has a slot on the device.
+    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. `invocation_tokens` is
+    empty unless the adapter is an activated LoRA, which applies from the last occurrence of these tokens in the
+    prompt. `requests` is the number of its requests. `is_resident` states that the adapter has a slot on the
+    device.
     """
 
     name: str

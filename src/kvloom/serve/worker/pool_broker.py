@@ -105,8 +105,8 @@ def _growth(load: PoolLoad, share: int) -> int:
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round (call of `balance`), and the last time when the engine was busy. If
-    a counter has changed, requests ran between two rounds, even if no request runs now.
+    """The counters of an engine at the last round (call of `balance`), and the last time when the engine was busy.
+    If `steps` has changed since the last round, requests have run, even if no request runs now.
     """
 
     steps: int = 0

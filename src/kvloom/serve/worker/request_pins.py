@@ -45,8 +45,8 @@ class RequestPins:
 
     def add(self, message: Add, control: CacheControl, activation: Media | None = None) -> None:
         """Pin the cached prefix of a finished request's prompt. Does nothing if the prompt is not cached, if
-        `message.pin` is None, or if pins would exceed their limit. `activation` is the mark of an activated LoRA in the
-        prompt, or None.
+        `message.pin` is None, or if pins would exceed their limit. If the request used an activated LoRA,
+        `activation` marks the token from which the adapter applies.
         """
         if message.pin is not None and self.check(message) is None:
             media = () if activation is None else (activation,)
@@ -54,7 +54,8 @@ class RequestPins:
             self._pins.append((control.session, pin))
 
     def end_session(self, session: str) -> None:
-        """End the pins of a session. `session` is the key of the session in the CacheControl of its requests."""
+        """End the pins of a session. `session` is the session key of the cache (`CacheControl.session`), not the
+        client's session id."""
         self._end([pin for name, pin in self._pins if name == session])
 
     def free(self, needed: int) -> None:

@@ -32,8 +32,8 @@ def engine_stats(
 ) -> EngineStats:
     """Return the engine's counters. O(requests + tenants + groups).
 
-    `waiting_for_quota` is the number of requests per tenant that wait for their quota. `open_requests` contains the
-    tenant of each other request, and whether it has started.
+    `waiting_for_quota` is the number of requests of each tenant that wait for the tenant's quota.
+    `open_requests` contains all other requests, as pairs: the tenant, and whether the request has started.
     """
     cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
     classes = inspect.size_classes

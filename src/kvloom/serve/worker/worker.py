@@ -1,7 +1,8 @@
-"""Runs requests on the engine. Handles messages and returns Outputs. This module does not depend on sockets and HTTP.
+"""Runs requests on the engine. Handles messages and returns Outputs. This module does not depend on sockets
+and HTTP.
 
-A tenant with a quota has a separate queue. A request enters the engine only if its largest number of pages fits into
-the quota. A tenant at its quota therefore never blocks other tenants.
+A tenant with a quota has a separate queue. A request enters the engine only when the most pages that it can
+need fit into the quota. A tenant at its quota therefore never blocks other tenants.
 """
 
 from __future__ import annotations
@@ -300,7 +301,8 @@ class Worker:
 
     def _share(self, share_bytes: int) -> None:
         """Set the share of this model in the memory that several models share. The pool can always grow to
-        `share_bytes` bytes. A request that fits only into a pool of this size waits until the pool has grown.
+        `share_bytes` bytes. A request that fits into a pool of this size, but not into the present pool, waits
+        until the pool has grown.
         """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
@@ -320,8 +322,8 @@ class Worker:
         return bool(waits)
 
     def _prepare_images(self, message: Add) -> None:
-        """Queue a request after its images are decoded. Another thread decodes the images, and steps do not wait for
-        them."""
+        """Start to decode the images of a request in another thread. Steps do not wait for them. The request continues
+        when its images are decoded."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -341,7 +343,8 @@ class Worker:
                 self._request_embeddings(message, images)
 
     def _request_embeddings(self, message: Add, images: list[Image]) -> None:
-        """Queue a request after encode workers have answered for its images. Images in the cache are not requested."""
+        """Request the embeddings of a request's images from encode workers, except for images in the cache. The
+        request continues when the encode workers have answered, or at once if there are none."""
         encoders = self.engine.encoders
         if encoders is None:
             self._compile_grammar(message)
@@ -367,8 +370,8 @@ class Worker:
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Queue a request after its grammar is compiled. Other processes compile the grammar, and steps do not wait
-        for it."""
+        """Start to compile the grammar of a request in another process, and queue the request when the grammar is
+        ready. Steps do not wait for the grammar. A request without a grammar is queued at once."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
@@ -596,8 +599,8 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Record that the latest changes of the stats were sent. While the engine is busy, the flag for unsent
-        changes stays set."""
+        """Record that the latest stats were sent. While the engine is busy, `_stats_changed` stays set, so that stats
+        are sent once more when the engine becomes idle."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 

@@ -26,7 +26,8 @@ __all__ = ["DiskPages"]
 
 
 class _UnchangedFiles(SystemFiles):
-    """The files of a directory. `remove` has no effect. The server that owns the files may remove them at any time."""
+    """The files of a directory that a server may own. `remove` has no effect, because only the server may remove
+    its files. The server may remove a file at any time, so a missing file has size 0."""
 
     def remove(self, name: str) -> None:
         return

@@ -215,11 +215,11 @@ class DiskTier(Tier):
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
         """Returns the objects with the keys under which the disk stores them. Without a key file, these are
-        `Objects.keys`. With a key file, they are derived from the tenant's key. Raises NoKeyError if the tenant has no
-        key.
+        `Objects.keys`. With a key file, they are derived from the tenant's key. Raises NoKeyError if the tenant has
+        no key.
 
-        Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, an object that
-        is on disk only in this format keeps that key.
+        Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, an object
+        that the disk has only in this old format gets its key from `Objects.keys`.
         """
         if self._keys is None:
             return objects

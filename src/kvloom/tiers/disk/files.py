@@ -199,14 +199,14 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Checks whether other users can replace the files of a tier in this directory. The sticky bit prevents users from
-    replacing files of other users.
+    """Checks whether every user may replace the files of a tier in this directory. This is so if every user may
+    write to the directory and the directory has no sticky bit.
 
-    Raises TierError if `path` is a symbolic link that another user, except root, created. Also raises TierError if
-    another user owns the directory and every user may replace files in it.
+    Raises TierError if `path` is a symbolic link that another user, except root, created. Also raises TierError
+    if another user owns the directory and every user may replace files in it.
 
-    Logs a warning if this user owns the directory and every user may replace files in it. Also logs a warning if
-    another user except root owns the directory.
+    Logs a warning if this user owns the directory and every user may replace files in it. Also logs a warning
+    if another user except root owns the directory.
     """
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):

@@ -1,11 +1,11 @@
-"""Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the order
-of writing.
+"""Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the
+order of writing.
 
-A killed process may leave partly written pages in its last segment, which was not sealed. After power loss, the second
-last segment of an earlier release may also have partly written pages. Records of these two segments therefore have
-`is_verified=False`. Such a record does not replace an older copy of the page that is verified or intact. A write of the
-page stores it again, unless a read has verified the record before. This module does not use the tier's shares and
-index.
+A killed process may leave partly written pages in its last segment, which was not sealed. In segments of an
+earlier release, power loss may also leave partly written pages in the segment before it. Records of both
+segments therefore have `is_verified=False`, until a read has verified their bytes. Such a record does not
+replace an older copy of the page whose bytes are intact. While a record is not verified, a write of its
+page stores the page again. This module does not use the tier's shares and index.
 """
 
 from __future__ import annotations

@@ -313,8 +313,8 @@ class Segment:
         self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
-        """Returns whether a frame fits into the file. One block after the last frame always stays free. Only a sealed
-        file therefore ends at its last frame."""
+        """Returns whether a frame fits into the file, with one free block after it. Sealing removes the free block, so
+        only a sealed file can end at its last frame."""
         return self.end + frame.span + BLOCK <= self.size
 
     def reopen(self, size: int) -> None:
@@ -327,9 +327,9 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more frames.
-        If `is_complete` is False, the file keeps one free block. From this block, a later opening detects that pages
-        may be incomplete."""
+        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more
+        frames. If `is_complete` is False, one free block stays after the last frame. When the tier is opened again,
+        this block shows that pages may be incomplete."""
         end = self.end if self.is_complete else self.end + BLOCK
         if end < self.size or (end > self.size and not self.is_complete):
             self._files.truncate(self.fd, end)

@@ -91,12 +91,13 @@ class SegmentOwners:
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
         """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
-        considered. O(segments).
+        considered. The current segment of `owner` is never chosen. O(segments).
 
-        Segments of `owner`, and of owners that use more than their guaranteed bytes, come first. Segments of other
-        owners come last. In both classes, a segment that its owner still writes to is chosen last. With `oldest`, the
-        oldest segment is chosen, otherwise the least recently used segment. The current segment of `owner` is never
-        chosen.
+        The choice follows these rules, in this order:
+
+        1. Segments of `owner`, and of owners that use more than their guaranteed bytes, come before all others.
+        2. Segments to which their owner no longer writes come before current segments.
+        3. With `oldest`, the oldest segment comes first, otherwise the least recently used segment.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

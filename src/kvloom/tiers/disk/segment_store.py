@@ -244,8 +244,8 @@ class SegmentStore:
         return None
 
     def _seal(self, segment: Segment) -> None:
-        """Seals a segment. If pages must survive power loss, syncs the segment's frames first. If this fails, the next
-        call of `sync` raises the error."""
+        """Seals a segment. If pages must survive power loss, syncs the segment's frames first. If the sync fails, the
+        segment is still sealed, and the next call of `sync` raises the error."""
         if self._config.sync and segment in self._dirty:
             self._sync_error = self._sync_error or self._sync()
         segment.seal()

@@ -257,8 +257,9 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the header of a page, and its stored body as a list of pieces. If the codec is plain, the body is the
-    caller's memory as one piece. Raises NoKeyError if the codec has keys but no key for the tenant."""
+    """Returns the header of a page, and its stored body as a list of pieces. If the codec neither compresses nor
+    has keys, the body is the caller's memory as one piece. Raises NoKeyError if the codec has keys but no key
+    for the tenant."""
     step, stored_at = form.run_bytes, now()
     if codec.is_plain:
         return Head(key, 0, step, run_checksums(page, step), stored_at=stored_at), [page]
@@ -278,9 +279,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context of the sealed layer runs of a page. The tag of a layer run authenticates this context,
-    the number of the layer run and the salt of the page. `key` contains the block hash, the group and the form. A
-    layer run therefore cannot be moved to another page."""
+    """Returns the context with which the layer runs of a page are sealed. It contains `key` (block hash, group and
+    form) and the format of the page. The tag of a layer run authenticates this context, the number of the layer
+    run and the salt of the page. A layer run therefore cannot be moved to another page or position."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 

@@ -250,8 +250,8 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Returns whether an account has a page that is not in use. Examines the oldest pages first, `tries` at a time.
-        If all of these pages are in use, marks them as recently used."""
+        """Returns whether an account has a page that is not in use. Examines `tries` pages at a time, the oldest
+        first. If all of them are in use, marks them as recently used and examines the next pages."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
             if not self.slots.refs[oldest].all():
@@ -285,9 +285,9 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account`, if `account` is below its limit. These are
-        `account` and all accounts that use more than their guaranteed part. If `account` is below its own guaranteed
-        part, only the other accounts are returned, if there are any."""
+        """Returns the accounts whose pages may be evicted for `account`, which is below its limit. These are `account`
+        itself and all accounts that use more than their guaranteed part. While `account` uses less than its
+        guaranteed part, it loses no pages if there is another such account."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 
@@ -296,12 +296,14 @@ class HostIndex:
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether the page at `offset` may be evicted for `account`. No lease may refer to the page. The page
-        may belong to `account`, or to an account that uses more than its guaranteed part. It may belong to any account,
-        if one more page of this size stays within the guaranteed part of `account`.
+        """Returns whether the page at `offset` may be evicted for `account`. This needs two conditions. First, the
+        page is still stored under `key`, and no lease refers to it. Second, one of these is true:
 
-        A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
-        evicted.
+        - The page belongs to `account`.
+        - The page belongs to an account that uses more than its guaranteed part.
+        - With one more page of this size, `account` stays within its guaranteed part.
+
+        A page that was dropped while in use is no longer stored under its key.
         """
         slot = self.entries.get(key)
         if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:

@@ -289,13 +289,12 @@ class HostTier(Tier):
                     self.index.remove(key, slot)
 
     def ready_checksums(self, slots: Index) -> list[bytes]:
-        """Returns the checksums of the pages in these slots, without pages that are not complete. Computes missing
-        checksums."""
+        """Returns the checksums of those pages in `slots` that are complete, in order. Computes missing checksums."""
         return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Sets the checksums of those pages in these slots that are not complete yet. `data` has `size` bytes for each
-        such page. Raises ValueError if `data` has another length."""
+        """Sets the checksums of those pages in `slots` that are not complete yet. `data` contains `size` bytes for
+        each of them, in order. Raises ValueError if `data` has another length."""
         fresh = slots[~self._slots.ready[slots]].tolist()
         if len(data) != len(fresh) * size:
             raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")

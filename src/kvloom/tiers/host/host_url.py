@@ -17,10 +17,10 @@ __all__ = ["HostURL", "parse_url"]
 
 @dataclass(frozen=True, slots=True)
 class HostURL:
-    """A parsed URL. `capacity` is in bytes. `checked` stores and verifies checksums. `share=PORT` lets peers connect
-    on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the secret of the peers, and `tls` states whether connections
-    on TCP are encrypted (auto, on or off). `ttl` is the
-    number of seconds after which a page expires."""
+    """A parsed URL. `capacity` is in bytes. With `checked`, the tier stores and verifies checksums. With
+    `share=PORT`, peers can connect on loopback, and with `share=HOST:PORT` at this address. `secret` is the
+    file with the secret of the peers. `tls` states whether TCP connections are encrypted: auto, on or off.
+    `ttl` is the number of seconds after which a page expires."""
 
     capacity: int
     checked: bool = False
@@ -62,8 +62,8 @@ class HostURL:
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:
-    """Parses a URL. Returns the function that opens the tier. Raises ValueError for a shared host tier, because
-    only an engine can share its host tier.
+    """Parses a URL. Returns the function that opens the tier. This function raises ValueError if the URL has the
+    option `share`, because only an engine can share its host tier.
     """
     parsed = HostURL.parse(url)
 

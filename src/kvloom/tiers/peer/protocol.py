@@ -1,15 +1,19 @@
-"""The wire protocol between peers. A message is a fixed header and a payload. The header contains the length of the
-payload.
+"""The wire protocol between peers. A message is a fixed header and a payload. The header contains the length
+of the payload.
 
     hello    server: "KVPEER" version u16, nonce 32    TLS handshake, if bit 15 of the version is set
              client: nonce 32, proof 32                server: verdict u8, proof 32
-    message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64 payload u64, the payload, tag 16
+    message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64
+             payload u64, the payload, tag 16
 
-A proof is an HMAC-SHA256 of both nonces and the digest of the server's TLS certificate, under the shared secret. It
-proves that a process has the secret, without sending the secret. If a machine on the path answers with another
-certificate, or removes bit 15 of the version, the proofs differ and the connection is refused. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction.
-An attacker therefore cannot add, change or repeat messages. Pages follow after a message and have no tag. Without TLS,
-nothing is encrypted. Lengths are checked before memory is allocated.
+A proof is an HMAC-SHA256 of both nonces and the digest of the server's TLS certificate, under the shared
+secret. It proves that a process has the secret, without sending the secret. A machine between the peers may
+answer with its own certificate, or clear bit 15 of the version. The proofs then differ, and the connection
+is refused.
+
+A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction. An
+attacker therefore cannot add, change or repeat messages. Pages follow after a message and have no tag.
+Without TLS, nothing is encrypted. Lengths are checked before memory is allocated.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def _finish(agent: Any, handle: Any) -> None:
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
     """Waits until every transfer has ended. Returns, for each transfer, whether it succeeded.
 
-    Pass one transfer per part if the memory must not change afterwards. For a transfer with several parts, a backend
-    may report a failure while it still moves other parts.
+    If the caller reuses the memory afterwards, each transfer should have only one part. When one part of a
+    transfer fails, a backend may report the failure while it still moves the other parts.
     """
 
     def state(verb: Callable[[Any], str], handle: Any) -> str:

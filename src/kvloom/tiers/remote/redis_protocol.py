@@ -124,8 +124,9 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Subtracts `count` items of `each` bytes from the limit of the exchange. Returns `count`, which the server
-        sent. Raises ValueError if the rest of the limit is too small."""
+        """Subtracts `count * each` bytes from the rest of the exchange's limit. The server sent `count`, the number of
+        bytes or items that follow. `what` describes them in the error. Returns `count`. Raises ValueError if the
+        rest of the limit is too small."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"

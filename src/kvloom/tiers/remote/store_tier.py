@@ -47,8 +47,9 @@ wanted."""
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of the value of `key`. If `stop` is 0, the range is the whole value. If the value is shorter,
-    fewer bytes are returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`."""
+    """Bytes [start, stop) of the value of `key`, or the whole value if `stop` is 0. A value that ends before
+    `stop` gives fewer bytes. If the whole value is requested, it has at most `max_bytes` bytes, and usually
+    `expected_bytes`."""
 
     key: bytes
     start: int = 0
@@ -398,8 +399,9 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head`, which has the length of a plain header, is the header of a plain page. A longer header is
-    cut off, so its page is not plain. A damaged header counts as plain, and `_open` then reports the damage."""
+    """Returns whether a page is plain. `head` is the start of the page, with the length of a plain header. The
+    header of any other page is longer, so it is incomplete in `head`. A damaged header counts as plain: `_open`
+    then reports the damage."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

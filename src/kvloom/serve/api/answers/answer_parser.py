@@ -74,9 +74,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer in which reasoning precedes the required structure. Return None if no
-        structure is required, if the answer to `prompt` does not begin with reasoning, or for a client's own grammar.
-        The structure, if any, then applies from the first token on.
+        """Return the grammar of an answer in which reasoning precedes the required structure. Return None in three
+        cases: no structure is required, the answer to `prompt` does not begin with reasoning, or the structure is a
+        client's own grammar. In the last two cases, the structure applies from the first token on.
         """
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None

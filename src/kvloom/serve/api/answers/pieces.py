@@ -184,10 +184,10 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class _CallScanner:
-    """Finds name and arguments in the text of a JSON object while the text arrives.
+    """Finds the name and the arguments in the text of a JSON object while the text arrives.
 
-    As soon as the name is known, the text of the arguments is returned unchanged. The JSON is not validated: the object
-    ends where its brackets are balanced.
+    As soon as the name is known, `take_arguments` returns the new text of the arguments, unchanged. The JSON is
+    not validated: the object ends where its brackets are balanced.
     """
 
     def __init__(self, name: str | None) -> None:

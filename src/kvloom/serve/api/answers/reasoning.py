@@ -106,8 +106,8 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 def last_marker(message: str) -> str:
-    """Return the last marker of a message: <think> if the message ends inside reasoning, otherwise </think>. An answer
-    that continues the message then starts in the same state.
+    """Return <think> if a message ends inside reasoning, otherwise </think>. The marker stands for the state in
+    which an answer that continues the message begins.
     """
     return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 

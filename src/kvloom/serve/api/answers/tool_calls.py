@@ -264,8 +264,8 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """Parses a JSON array of calls, in the form that `forced_grammar` enforces. Any other text is part of an incomplete
-    call and is dropped.
+    """Parses a JSON array of calls, in the form that `forced_grammar` enforces. Text that is not a complete call
+    can only be the start of a call that was cut off. Such text is dropped.
     """
 
     def parse(self, source: TextSource) -> Parsing:
