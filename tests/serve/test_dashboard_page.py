@@ -581,7 +581,7 @@ def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, ser
             cache.close(seq)
     for _ in range(8):
         cache.close(grown(cache, rng.integers(0, 30_000, 5000).tolist(), "red"))
-        pictures.append({**survey.look(), "running": 1, "waiting": 0, "tiers": []})
+        pictures.append({**survey.look(), "running": 1, "waiting": 0, "tiers": [], "adapters": []})
     _, _, state = server.send("GET", "/kvloom/state")
     one = Seen(browser)
     count = iter(range(10_000))

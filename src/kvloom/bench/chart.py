@@ -10,7 +10,9 @@ from html import escape
 
 __all__ = ["Bar", "bar_chart"]
 
-WIDTH, LABEL, ROW, GAP, TOP = 860, 330, 22, 14, 64
+WIDTH, LEFT, WORDS, ROW, GAP, TOP = 860, 16, 340, 22, 10, 60
+"""Pixels: width of the chart, left edge of the bars, room for the words after a bar, height of a row, gap between groups,
+and top of the first group."""
 COLOURS = ("#0072b2", "#dd9200", "#00916a", "#b9608f", "#cf5a00", "#4aa3d8")
 STYLE = """
   text { font: 13px system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #1b2230; }
@@ -38,7 +40,7 @@ def bar_chart(title: str, subtitle: str, bars: Sequence[Bar], mark: float | None
         raise ValueError("a chart needs at least one bar")
     if wrong := next((bar for bar in bars if not bar.value > 0), None):
         raise ValueError(f"the value {wrong.value} of {wrong.series!r} is not positive")
-    room = WIDTH - LABEL - 230
+    room = WIDTH - LEFT - WORDS
     scale = room / max(*(bar.value for bar in bars), mark or 0.0, 1e-12)
     colours = {
         name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(b.series for b in bars))
@@ -47,18 +49,20 @@ def bar_chart(title: str, subtitle: str, bars: Sequence[Bar], mark: float | None
     for bar in bars:
         if bar.heading != heading:
             y += GAP if heading is not None else 0
-            parts.append(f'<text x="16" y="{y + 15:.0f}">{escape(bar.heading)}</text>')
+            parts.append(f'<text x="{LEFT}" y="{y + 15:.0f}">{escape(bar.heading)}</text>')
             heading = bar.heading
+            y += ROW
         width = max(2.0, bar.value * scale)
+        marked = 0.0 if mark is None else mark * scale
         parts.append(
-            f'<rect x="{LABEL}" y="{y + 3:.0f}" width="{width:.1f}" height="{ROW - 6}" rx="3" fill="{colours[bar.series]}"/>'
-            f'<text x="{LABEL + width + 8:.1f}" y="{y + 15:.0f}">{escape(bar.series)}'
+            f'<rect x="{LEFT}" y="{y + 3:.0f}" width="{width:.1f}" height="{ROW - 6}" rx="3" fill="{colours[bar.series]}"/>'
+            f'<text x="{LEFT + max(width, marked) + 8:.1f}" y="{y + 15:.0f}">{escape(bar.series)}'
             f'<tspan class="quiet" dx="6">{escape(bar.words)}</tspan></text>'
         )
+        if mark is not None:
+            x = LEFT + marked
+            parts.append(f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.0f}" y2="{y + ROW:.0f}"/>')
         y += ROW
-    if mark is not None:
-        x = LABEL + mark * scale
-        parts.append(f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{y + 4:.0f}"/>')
     told = "; ".join(f"{bar.heading}: {bar.series} {bar.words}" for bar in bars)
     height = y + 20
     return (
