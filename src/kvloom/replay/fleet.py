@@ -357,8 +357,9 @@ class _Worker:
 
     def _decode_alone(self, decoding: list[_Job], active: int, until: float) -> float:
         """Run steps without prompt tokens until a request ends, a block is full, or `until` is reached. `active` is the
-        number of tokens of the `decoding` requests. Return the end of the last step. All other steps are complete, and
-        the last step is in progress.
+        number of tokens of the `decoding` requests. The last step is
+        still in progress when this method returns, and all earlier steps are complete. Return the time at which the
+        last step will end.
         """
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # after this many tokens the sequences need new blocks

@@ -65,7 +65,7 @@ class FleetPlan:
 
     @property
     def switches(self) -> str:
-        """Whether to switch roles during the trace, in one sentence."""
+        """A sentence that recommends to switch roles during the trace, or advises against it."""
         if self.split is None or not self.windows:
             return "there is no split to switch"
         better = [one for one in self.windows if one.prefill != self.split.prefill]

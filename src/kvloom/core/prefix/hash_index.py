@@ -295,8 +295,8 @@ class HashIndex(Generic[HashKey]):
         return 0
 
     def bits(self, hashes: Sequence[HashKey]) -> list[int]:
-        """Return one integer for each hash. Each bit stands for a place and a group, and is set if the place has the
-        group's page. `lengths` takes these integers. About 30 ns per hash."""
+        """Return one integer for each hash. It has one bit for each pair of a place (a tier, peer or worker) and a layer
+        group. The bit is set if the place has the group's page. `lengths` takes these integers. About 30 ns per hash."""
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:

@@ -31,7 +31,8 @@ class Reservation:
 
     Row b of `rows` contains the page ids of block b, and `hashes[b]` is its hash. `to_load` marks the pages that the
     load job must fill. `states` contains the page ids of the state snapshot, or is None. `state_hash` is the hash of
-    the snapshot, and `state_account` its account. The pages end at token `end`. They are published after `node`, which is locked until then.
+    the snapshot, and `state_account` its account. The pages end at token `end`. When the load has ended,
+    they are published in the tree as children of `node`. Until then, `node` is locked.
     """
 
     __slots__ = (

@@ -213,8 +213,8 @@ class Sampler:
         self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of tokens for each row of `draw`: scaled logits plus noise, and minus infinity for tokens
-        that the row may not sample. Also return the token ids that belong to the scores, or None if a row has the
-        scores of all tokens in order."""
+        that the row may not sample. Also return the token ids that belong to the scores. They are None if the rows
+        have a score for every token, in the order of token ids."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature

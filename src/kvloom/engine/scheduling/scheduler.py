@@ -733,9 +733,9 @@ class Scheduler:
         places: dict[int, int],
         drafts: dict[int, list[int]],
     ) -> None:
-        """Schedule one token of each decoding request and its draft, if it has one. Pages are reserved in one call if
-        enough are free. If not, drafts without pages are dropped. These tokens do not count against the budget, so
-        that prompt chunks have the sizes for which kernels are prepared.
+        """Schedule one token of each decoding request, and its draft if it has one. The scheduled tokens do not count
+        against the budget, so that prompt chunks have the sizes for which kernels are prepared. Pages are reserved in
+        one call if enough are free. If not, drafts without pages are dropped.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if drafts and requests and not places:

@@ -180,9 +180,9 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """Return the number of marks that a value needs: one per control token. A text that starts or ends with a part
-        of a control token also needs a mark, because the template could complete the token. The search in a text
-        stops soon after MAX_MARKS tokens, so the result may then be too small.
+        """Return how many marks must be inserted into a value: one for each control token. A text that starts or ends
+        with a part of a control token also gets a mark, because the template could complete the token. The search in a
+        text stops after about MAX_MARKS marks, so a result above MAX_MARKS may be too small.
         """
         if isinstance(value, str):
             return len(self._places(value))
