@@ -45,8 +45,8 @@ from .virtual_threads import VirtualThreads
 __all__ = ["EngineWorld", "InvariantError", "Outcome", "run_engine_scenario"]
 
 CHECK_STEPS = 5
-MAX_IDLE_STEPS = 200
-"""After so many steps without a computed token, requests are stuck. These steps take 100 s of virtual time or more."""
+MAX_IDLE_STEPS = 600
+"""After so many steps without a new output token, requests are stuck. These steps take 100 s of virtual time or more."""
 SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112
 
 
@@ -405,14 +405,15 @@ class EngineWorld:
         self.faults.threads.sleep(15)  # pins end
         for pin in self.pins:
             self.engine.cache.unpin(pin)
-        idle_steps, last = 0, -1
+        idle_steps, last = 0, (-1, -1)
         while self.engine.busy and idle_steps < MAX_IDLE_STEPS:
             self.step()
-            runner: Any = self.engine.runner
-            idle_steps = idle_steps + 1 if runner.computed_tokens == last else 0
+            open_tokens = sum(len(sample.tokens) for one in self.open for sample in one.request.family)
+            progress = self.outcome.tokens + open_tokens, len(self.open)
+            idle_steps = idle_steps + 1 if progress == last else 0
+            last = progress
             if idle_steps:
                 self.threads.sleep(min(1.0, 1e-4 * 1.1**idle_steps))
-            last = runner.computed_tokens
         if self.engine.busy or self.open:
             states = [
                 (
