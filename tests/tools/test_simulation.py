@@ -59,12 +59,6 @@ def test_a_scenario_that_failed_once_passes(path: Path) -> None:
     run_engine_scenario(Scenario.from_json(json.loads(path.read_text())))
 
 
-@pytest.mark.xfail(raises=InvariantError, reason="tenants preempt each other's prompts again and again")
-def test_more_tenants_than_the_pool_has_states_for() -> None:
-    path = SCENARIOS / "known" / "more-tenants-than-states.json"
-    run_engine_scenario(Scenario.from_json(json.loads(path.read_text())))
-
-
 def test_a_copy_to_the_wrong_page_gives_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = faults.DeviceCopies._start
 

@@ -30,6 +30,7 @@ import torch
 import kvloom.engine.engine as engine_module
 import kvloom.engine.offload.manager as manager_module
 import kvloom.engine.offload.open_tiers as open_tiers_module
+import kvloom.engine.target_runner as runner_module
 from kvloom.core import CacheControl, CheckpointPolicy, KVCache, Pin, PoolLayout, Tenant
 from kvloom.engine import Engine, EngineConfig, OffloadConfig, Request, SamplingParams
 from kvloom.engine.execution.kv_memory import KVMemory
@@ -522,7 +523,7 @@ def _replaced(scenario: Scenario, threads: VirtualThreads, world: list[EngineWor
 
     with ExitStack() as stack:
         for target, name, value in (
-            (engine_module, "ModelRunner", StandInRunner),
+            (runner_module, "ModelRunner", StandInRunner),
             (engine_module, "allocate_kv_memory", _kv_memory),
             (engine_module, "copy_pages", faulty_copy),
             (manager_module, "HostPages", Copies),

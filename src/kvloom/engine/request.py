@@ -154,6 +154,8 @@ class Request:
     queued_prefix: QueuedPrefix | None = None
     tier_miss: Miss | None = None
     preemptions: int = 0
+    tokens_when_preempted: int = 0
+    """Number of tokens, with the output so far, at the last preemption."""
     decode_turn: int = 0
     """Used if several tenants share a step that cannot decode all requests. Among a tenant's requests, the one with
     the smallest value was left out for longest, and is decoded first.

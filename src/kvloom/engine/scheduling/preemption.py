@@ -11,10 +11,18 @@ from kvloom.core import KVCache
 from kvloom.engine.request import Request
 from kvloom.models.paged import Work
 
-__all__ = ["RANK", "Scheduled", "choose_victim"]
+__all__ = ["RANK", "Scheduled", "awaits_progress", "choose_victim"]
 
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
+
+
+def awaits_progress(request: Request) -> bool:
+    """Return whether a request was preempted and has produced no token since then. Such a request is not preempted
+    again only because its tenant is above its fair share. Otherwise tenants whose requests do not fit into the pool
+    together could preempt each other without end.
+    """
+    return request.preemptions > 0 and len(request.tokens) <= request.tokens_when_preempted
 
 
 def choose_victim(
@@ -35,7 +43,8 @@ def choose_victim(
     | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: |
     |                        | 1. it arrived later than `request`                                                  |
     |                        | 2. it is a parked beam                                                              |
-    |                        | 3. its tenant is above its fair share, and the tenant of `request` is not           |
+    |                        | 3. its tenant is above its fair share, the tenant of `request` is not, and          |
+    |                        |    `awaits_progress` is False                                                       |
 
     A parked beam waits for the other beams of its search. The guaranteed share of a tenant follows from the
     weights of all tenants (see `Tenant`). The fair share follows from the weights of the tenants that have
@@ -62,7 +71,7 @@ def choose_victim(
         if account is own_account:
             may = other.rank > request.rank or other.parked
         else:
-            above = max(0.0, excess(other)) if within_share else 0.0
+            above = max(0.0, excess(other)) if within_share and not awaits_progress(other) else 0.0
             may = not quota_is_short and account.counted > account.guaranteed
             may = may and (above > 0 or other.order > request.order or other.parked)
         if may and (best is None or (above, other.rank) > best[0]):

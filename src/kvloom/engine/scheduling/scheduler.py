@@ -33,7 +33,7 @@ from kvloom.models.paged import Work
 from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
-from .preemption import RANK, Scheduled, choose_victim
+from .preemption import RANK, Scheduled, awaits_progress, choose_victim
 from .slo_gate import SloGate
 from .step_limit import StepLimit
 from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
@@ -466,17 +466,18 @@ class Scheduler:
         request was preempted.
 
         `excess` returns how far a tenant exceeds its share. Tenants in `spared` lose no request. The request that is
-        last in rank is preempted.
+        last in rank is preempted. Requests that `awaits_progress` names are left alone.
         """
-        tenants = [
-            tenant
-            for tenant in self._shares
-            if tenant.running and tenant not in spared and excess(tenant) > 0
-        ]
+        candidates: dict[TenantQueue, Request] = {}
+        for request in self.running:
+            tenant = self._queue.tenant_queue(request)
+            if tenant in self._shares and tenant not in spared and not awaits_progress(request):
+                last = candidates.get(tenant)
+                candidates[tenant] = request if last is None else max(last, request, key=RANK)
+        tenants = [tenant for tenant in candidates if excess(tenant) > 0]
         if not tenants:
             return False
-        most = max(tenants, key=lambda tenant: excess(tenant) / tenant.weight)
-        self._preempt(max((r for r in self.running if self._queue.tenant_queue(r) is most), key=RANK))
+        self._preempt(candidates[max(tenants, key=lambda tenant: excess(tenant) / tenant.weight)])
         return True
 
     def _running_share(self, tenant: TenantQueue) -> int:
@@ -945,6 +946,7 @@ class Scheduler:
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
+        request.tokens_when_preempted = len(request.tokens)
         if began:
             request.looked_in_tiers = None  # tiers may have the pages that it releases
         self._release(request, save)
