@@ -179,7 +179,7 @@ def error_text(error: Exception) -> str:
 
 @contextmanager
 def elapsed(words: str, shown: bool) -> Iterator[None]:
-    """If `shown`, show `words` and the elapsed seconds on stderr until the block ends."""
+    """If `shown`, show `words` and the elapsed seconds on stderr until the `with` statement ends."""
     done = threading.Event()
 
     def show() -> None:

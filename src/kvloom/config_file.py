@@ -186,7 +186,8 @@ def _content(path: str) -> dict[str, Any]:
 
 
 def _known(key: str, actions: Mapping[str, argparse.Action], where: str, owner: str) -> str:
-    """Return the name of an argument. Raises ValueError if `owner` has no such argument."""
+    """Return the argument name that a key of the file stands for. Raises ValueError if `owner` has no argument with
+    this name."""
     name = key.replace("_", "-")
     if name not in actions:
         close = get_close_matches(name, actions, n=1)

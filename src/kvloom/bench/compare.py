@@ -1,12 +1,13 @@
-"""`kvloom bench compare`: kvloom and every installed peer on the same work, in turns, with the ratios as a chart.
+"""`kvloom bench compare`: kvloom and every installed peer on the same work, in turns, with the ratios as a
+chart.
 
-    part          same work for                                                   peers
-    engine        whole requests: Hugging Face's generate(), vLLM                 this interpreter, --vllm-python
-    bookkeeping   the cache of a request: vLLM's block manager, SGLang's trees    --vllm-python, --sglang-python
-    tiers         pages written and read: LMCache's backends                      --lmcache-python
+    part          work                    peers                                  where the peers are installed
+    engine        whole requests          Hugging Face's generate(), vLLM        this interpreter, --vllm-python
+    bookkeeping   the cache of a request  vLLM's block manager, SGLang's trees   --vllm-python, --sglang-python
+    tiers         writes, reads of pages  LMCache's backends                     --lmcache-python
 
-Each part is a benchmark of its own (`engine`, `index`, `tiers`). This module finds the peers, runs the parts, and draws.
-A ratio above 1 means that kvloom is faster.
+Each part is a benchmark of its own (`engine`, `index`, `tiers`). This module finds the peers, runs the parts,
+and draws the chart. A ratio above 1 means that kvloom is faster.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class Comparison:
 
 
 def find_peers(pythons: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the interpreter of each installed peer, and for each other peer how to install it. `pythons` has the
-    interpreter in which a peer is looked for, by the key in PEERS. Imports no peer.
+    """Return two dictionaries, by the key in PEERS: the interpreter of each installed peer, and the install
+    instruction of each missing peer. A peer is searched for in the interpreter `pythons[key]`, or in the running
+    interpreter if `pythons` has no entry. Imports no peer.
     """
     found, missing = {}, {}
     for key, peer in PEERS.items():

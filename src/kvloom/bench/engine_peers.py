@@ -1,7 +1,8 @@
 """Peers of `kvloom bench engine`: Hugging Face's generate() in this process, vLLM in a separate process.
 
-The peers implement the Runner protocol (`engine_runners`). They get the same weights if the weights are small enough to
-copy.
+The peers implement the Runner protocol (`engine_runners`). Hugging Face has the same weights as kvloom. vLLM
+gets a copy of these weights if they have at most SAVED_WEIGHTS bytes. Otherwise it creates its own random
+weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention libraries as peers of `kvloom bench kernels`, if they are installed.
 
-Each function returns calls that compute one layer over kvloom's pages. Plans are made before the calls and are not
-timed. If a library is missing or rejects a shape, the reason is reported.
+The functions return calls that compute one layer over kvloom's pages. FlashInfer plans its work before the
+calls, and this time is not measured. A missing library has no calls.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token for
-    each sequence. In each step about 1 / `crossing` of the sequences fill a block.
+    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token
+    for each sequence. In most steps about 1 / `crossing` of the sequences fill a block.
     """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)

@@ -327,9 +327,9 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _kill(
     session: Any, servers: list[_Server], args: argparse.Namespace, counters: dict[str, int]
 ) -> dict[str, int]:
-    """Kill one process after each pause, and return the number of kills by kind. The kinds take turns: workers, engine
-    processes of workers, routers and prefill workers. The process of a kind is chosen at random. At least one router
-    stays healthy, and one worker that is not a prefill worker.
+    """Kill one process after each pause, and return the number of kills by kind. The kinds take turns: workers,
+    engine processes of workers, routers and prefill workers. The process of a kind is chosen at random. At least
+    two processes always stay healthy: one router, and one worker that is not a prefill worker.
     """
     rng = random.Random(args.seed)
     kinds = ["worker", "engine", "router", *(["prefill"] if args.prefill else [])]

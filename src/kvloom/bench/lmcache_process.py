@@ -193,12 +193,12 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 class _MultiProcess:
-    """LMCache's multi-process server, which stores blocks of a KV cache. A request has 32 MiB. The calls are those that
-    LMCache's worker makes in an engine without a GPU.
+    """LMCache's multi-process server, which stores blocks of a KV cache. This class makes the same calls as
+    LMCache's worker in an engine without a GPU. Each request has 32 MiB.
 
-    Blocks are looked up before they are retrieved. The lookup is timed as part of the store, because it shows when the
-    store has ended. `mode` selects the process that copies: the server, which maps the cache, or the worker, which
-    copies into the server's shared memory.
+    Blocks are looked up before they are retrieved. The time of the lookup counts as store time, because only the
+    lookup shows that the store has ended. `mode` selects the process that copies: the server, which maps the cache,
+    or the worker, which copies into the server's shared memory.
     """
 
     def __init__(self, world: _World, mode: str) -> None:
@@ -267,8 +267,8 @@ class _MultiProcess:
             self._wait_for(len(pages), key)
 
     def _wait_for(self, pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages. This is needed because the server confirms a store before it has ended.
-        The lookup also takes the read locks of the pages.
+        """Wait until a lookup finds the pages. The wait is needed because the server confirms a store before the store
+        has ended. The lookup also takes the read locks of the pages.
         """
         client, seconds = self._client, SERVER_SECONDS
         deadline = time.monotonic() + seconds

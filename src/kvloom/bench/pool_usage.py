@@ -1,7 +1,7 @@
 """Waste of the pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
 
-waste     share of the bytes in use that running sequences do not need: the free end of a last block, tokens
-          outside of the window in its first block, and padding
+waste     share of the bytes in use that running sequences do not need: the unused end of the last block of a
+          sequence, tokens before its window in the first block of the window, and padding
 capacity  the number of sequences that fit: sequences are opened and extended until one does not fit
 """
 
@@ -55,9 +55,9 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block tables). A
-    slot is wasted if no sequence can read it with its next query. `table` is the block table of a layer group ([all row
-    numbers, blocks]).
+    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block
+    tables). A slot is wasted if the last token of no sequence can read it. `table` is the block table of a layer
+    group ([all row numbers, blocks]).
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)

@@ -48,8 +48,9 @@ class Quality:
         return math.exp(float(self.nats.double().mean()))
 
     def against(self, other: Quality) -> dict[str, float]:
-        """Compare with another result on the same tokens. Returns the difference in nats per token, and the share
-        of equal choices."""
+        """Compare this result with `other`, a result on the same tokens. Returns `more_nats`, the mean loss of this
+        result minus the mean loss of `other`, in nats per token. Also returns `same_choice`, the share of equal
+        choices."""
         more = float((self.nats.double() - other.nats.double()).mean())
         return {"more_nats": more, "same_choice": float((self.choices == other.choices).double().mean())}
 

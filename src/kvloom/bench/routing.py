@@ -1,12 +1,13 @@
 """`kvloom bench routing`: sessions of agents over several real workers on loopback, for each router.
 
-The load is that of `agent_sessions`. In each round, all routers get the same sessions, one router after the other.
-The order of the routers changes with the round. The workers are the same. The prompts of each run begin with
-different words, so that no run hits pages of another run. Each router process is new.
+`agent_sessions` creates the load. In each round, all routers get the same sessions, one router after the other.
+The order of the routers changes with the round. All routers use the same worker processes, and each run starts
+a new router process. The prompts of each run begin with different words, so that no run hits pages of another
+run.
 
 The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it includes the
-pages that a decode worker pulled from them. It is compared with the hit rates of two other caches, which get the
-prompts in the order of sending: an unlimited cache, and a single LRU cache as large as all pools.
+pages that a decode worker pulled from them. It is compared with the hit rates of two other caches, which get
+the prompts in the order of sending: an unlimited cache, and a single LRU cache as large as all pools.
 """
 
 from __future__ import annotations
@@ -326,8 +327,9 @@ def _one_pool(prompts: Sequence[str], blocks: int) -> float:
 
 
 def _summary(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each router, the means over the rounds. `hit_gain` and `ttft_gain` compare the router with the first
-    router in the same round: the mean of the differences, and the standard error of this mean."""
+    """Return the means over the rounds, for each router. `hit_rate_difference` and `mean_ttft_difference` compare
+    the router with the first router in the same rounds. Each is a pair: the mean of the differences, and the
+    standard error of this mean."""
     routers = list(dict.fromkeys(one["router"] for one in found))
     by = {name: [one for one in found if one["router"] == name] for name in routers}
     result = []

@@ -235,10 +235,10 @@ class KVCache:
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
-        """Reserve pages for `n` more tokens of many open sequences. `rows` contains their row numbers. `n` is one
-        number, or an array with one number for each sequence. Returns the number of missing pages, or 0 on success. If
-        pages are missing, no sequence is extended. The cost grows with the number of sequences that need a new
-        block."""
+        """Reserve pages for `n` more tokens in each of many open sequences. `rows` contains the row numbers of the
+        sequences. `n` is one number, or an array with one number for each sequence. Returns the number of missing
+        pages, or 0 on success. If pages are missing, usually no sequence is extended, but with several tenants some
+        may be. The cost grows with the number of sequences that need a new block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
@@ -248,12 +248,12 @@ class KVCache:
         return exceeds_quota(self.state, seq, n)
 
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-        """Append computed tokens. The pages of these tokens must be written. Full blocks are published, so that other
-        prompts can hit them.
+        """Append computed tokens. The caller must already have written the pages of these tokens. Full blocks are
+        published, so that other prompts can hit them.
 
-        `state_length` is the number of tokens that the live states cover. None means all tokens. A step that verifies
-        a draft does not change the states. The caller then commits the accepted tokens with a smaller `state_length`,
-        and the next step computes these tokens again in the recurrent layers.
+        `state_length` is the number of tokens that the live states cover. None means all tokens. After a step that
+        verifies a draft, the number is smaller, because such a step does not change the states. The next step then
+        computes the accepted tokens again in the recurrent layers.
         """
         commit(self.state, seq, tokens, state_length)
 
@@ -290,11 +290,12 @@ class KVCache:
     # -- cold blocks ----------------------------------------------------------------------------
 
     def coldable_pages(self, seq: Sequence, most: int) -> Ids:
-        """Return the page ids of the next blocks that can become cold (move to host memory), at most `most` blocks.
-        The result is indexed [blocks, columns]. Columns of windowed groups contain 0.
+        """Return the page ids of the blocks that can become cold next (move to host memory), at most `most` blocks.
+        The result is indexed [block, column]. A column is one of the pages that a block owns. Columns of windowed
+        groups contain 0.
 
-        These blocks are the oldest blocks of the sequence that are still in the pool. They are full and computed.
-        Run the pending copies before you read the pages.
+        The result covers the oldest blocks of the sequence that are still in the pool. These blocks are full and
+        computed. Run the pending copies before you read the pages.
         """
         return coldable_pages(self.state, seq, most)
 

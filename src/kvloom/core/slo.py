@@ -227,10 +227,15 @@ class Backlog:
 class Prediction:
     """The predicted times of a request that starts now, in seconds.
 
-    `ttft` is the time to the first token, and `tbt` the time between tokens. `idle_ttft` and `idle_tbt` are the same
-    times on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
-    context). The last step of this prefill may also compute other prompts. `others_due` is the shortest time until the
-    first token of such a prompt is due.
+    | field        | meaning                                                                              |
+    |--------------|--------------------------------------------------------------------------------------|
+    | `ttft`       | time to the first token                                                              |
+    | `tbt`        | time between tokens                                                                  |
+    | `idle_ttft`  | `ttft` on an idle worker                                                             |
+    | `idle_tbt`   | `tbt` on an idle worker                                                              |
+    | `rows`       | requests that decode when this request's prefill ends, as (steps left, context)      |
+    | `others_due` | shortest time until the first token of another prompt is due; only prompts that the  |
+    |              | last step of this request's prefill also computes count; infinity if there are none  |
     """
 
     ttft: float

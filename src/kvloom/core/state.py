@@ -179,8 +179,9 @@ class CacheState:
         return BlockOwners(private, self.accounts.owner(PUBLIC_TENANT), length // self.block_tokens)
 
     def take(self, owners: BlockOwners, needs: list[int], public_rows: int = 0) -> int:
-        """Evict until the pages of `needs` are free, and charge them. `public_rows` is the number of public blocks
-        among them. Returns the number of missing pages. If pages are missing, nothing is charged."""
+        """Evict until the pages of `needs` are free, and charge these pages to `owners`. `public_rows` is the number
+        of blocks in `needs` that belong to a public prefix. Returns the number of missing pages. If pages are
+        missing, nothing is charged."""
         public = public_rows * self.pages.row_bytes
         if public:
             self.allocator.limit_public(public)

@@ -58,9 +58,9 @@ class Hardware:
 
 
 def inspect_hardware(xxhash: bool, triton: str | None) -> Hardware:
-    """Return what this machine has. `xxhash` states whether the package xxhash is installed. `triton` is Triton's
-    version, or None. Imports torch if it is installed, which takes seconds. Imports attention libraries if there is a
-    GPU."""
+    """Return the GPUs and kernels of this machine, with their problems. `xxhash` states whether the package xxhash
+    is installed. `triton` is Triton's version, or None. Imports torch if it is installed, which takes seconds.
+    Imports attention libraries if there is a GPU."""
     found = Hardware()
     _inspect_extensions(found, xxhash)
     if find_spec("torch") is not None:

@@ -203,8 +203,8 @@ class Engine:
 
     def _open_tiers(self, batch_invariant: bool) -> OffloadManager:
         """Open the tiers and return the offload manager. Let the runner read cold pages in host memory, and let the
-        vision model store embeddings in tiers. If the model cannot read cold pages, turn them off and record the
-        reason."""
+        vision model store embeddings in tiers. If the model or `batch_invariant` does not allow cold pages, turn
+        cold pages off and record the reason."""
         offload = open_offload(
             self.config.tiers, self.cache, self.buffer, self._apply_copies, self.config.offload
         )
@@ -455,9 +455,10 @@ class Engine:
         """Return the indexes of the images whose embeddings the prompt needs and this engine lacks. Does not modify
         the cache and encodes nothing. Raises ValueError if prompt and images do not match.
 
-        An image is not needed if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
-        No image is requested if the request may not read or store embeddings, or if another worker computes its
-        prompt. If the token count of an image is not known yet, all images are needed.
+        An image is left out if a cached prefix covers it, or if its embeddings are in the pool or in host memory.
+        The list is empty if the request may not read or store embeddings, or if another worker computes the prompt
+        (`awaits_peer`). If the token count of an image is not known yet, the prompt cannot be looked up. All images
+        whose embeddings are not in host memory are then returned, also with `awaits_peer`.
         """
         if self.vision is None or not (control.read and control.store):
             return []
@@ -694,9 +695,9 @@ class Engine:
             self.group.close()
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
-        """Return whether the host must have the tokens of a step before it can schedule the next step. It must while
-        drafts are used, and for requests whose next token depends on the last token, such as requests with grammars,
-        penalties or beams."""
+        """Return whether the host must have the tokens of the step `previous` before it can schedule the next step.
+        This is true while drafts are used. It is also true if the next token of a request depends on its last
+        token, as with grammars, penalties or beams."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
@@ -917,8 +918,9 @@ class Engine:
 def _with_adapter(
     control: CacheControl, adapter: LoadedAdapter | None, activation: Media | None
 ) -> CacheControl:
-    """Return `control` with the digest of an adapter, which salts block hashes. With an activated LoRA, returns
-    `control` unchanged, because blocks before its activation are those of the base model."""
+    """Return `control` with the digest of `adapter` added. The digest salts block hashes. Without an adapter,
+    returns `control` unchanged. Also returns it unchanged with an activated LoRA (`activation` is set), because
+    blocks before the activation have the hashes of the base model."""
     if adapter is None or activation is not None:
         return control
     return replace(control, adapter=" ".join(filter(None, (control.adapter, adapter.digest))))

@@ -229,8 +229,8 @@ class LLM:
         """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
 
         With "mean", an embedding is the mean of the final norm's output over all tokens. With "last", it is the
-        output at the last token. "mean" reads no cached pages, because cached tokens have no hidden states. With
-        both, the prompt's pages are stored in the cache. `lora` names LoRA adapters, as in `generate`.
+        output at the last token. "mean" reads no cached pages, because cached tokens have no hidden states. In both
+        cases the prompt's pages are stored in the cache. `lora` names LoRA adapters, as in `generate`.
         """
         params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
         _, requests = self._add(prompts, params, lora=lora)
@@ -260,8 +260,11 @@ class LLM:
         return self.engine.pin(self._ids(prompt), seconds, control, lora)
 
     def load_lora(self, name: str, path: str, replace: bool = False) -> None:
-        """Load a LoRA adapter from a folder, for later prompts. With `replace`, another version under the same name is
-        replaced. Needs `max_loras` or `lora`. Raises ValueError if the adapter does not fit the model."""
+        """Load a LoRA adapter from a folder, for later prompts. With `replace`, it replaces another version that has
+        the same name. The engine must be configured with `max_loras` or `lora`.
+
+        Raises ValueError if the engine is not configured for adapters, if the adapter does not fit the model, or if
+        another version has the name and `replace` is not set."""
         self.engine.load_lora(name, path, replace)
 
     def unload_lora(self, name: str) -> None:

@@ -340,8 +340,8 @@ class Request:
 
     @property
     def returned_samples(self) -> list[Request]:
-        """The samples to return (`params.n` of them). If there are more samples, those with the largest cumulative
-        log-probability are returned."""
+        """The samples to return, at most `params.n`. If there are more samples, the best are returned: those with the
+        largest cumulative log-probability, or the best beams of a beam search."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

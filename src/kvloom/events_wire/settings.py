@@ -12,15 +12,20 @@ __all__ = ["EventSettings", "is_local", "offset_port"]
 
 @dataclass(frozen=True, slots=True)
 class EventSettings:
-    """The addresses at which a worker publishes events, and their format. `endpoint` sends the batches, and `replay`
-    answers requests for past batches and snapshots. Both are ZMQ addresses to bind, such as tcp://127.0.0.1:5557.
+    """The addresses at which a worker publishes events, and the format of the events.
 
-    `hashes` selects how block hashes are sent. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
-    "bytes" sends whole hashes. `topic` is the first frame of each batch. `encoding` selects how events are sent: as
-    maps, as vLLM does since version 0.32, or as arrays, as earlier versions did. With `tier_tokens`, events of tiers
-    contain parents and tokens, which Dynamo's indexer needs. vLLM's events of its offloaded blocks contain neither.
-    `rank` is the data-parallel rank in each batch. `key` is the file of a `CurveKey`: only subscribers with this key
-    get events.
+    | field         | meaning                                                                                   |
+    |---------------|-------------------------------------------------------------------------------------------|
+    | `endpoint`    | ZMQ address to bind, such as tcp://127.0.0.1:5557, from which batches are sent            |
+    | `replay`      | ZMQ address to bind, which answers requests for past batches and snapshots                |
+    | `hashes`      | block hashes as signed 64-bit integers ("int64", which Dynamo's indexer needs), or whole  |
+    |               | ("bytes")                                                                                 |
+    | `topic`       | the first frame of each batch                                                             |
+    | `encoding`    | events as maps ("map", vLLM since version 0.32), or as arrays ("array", earlier versions) |
+    | `tier_tokens` | true: events of tiers contain parents and tokens, which Dynamo's indexer needs; vLLM's    |
+    |               | events of its offloaded blocks contain neither                                            |
+    | `rank`        | the data-parallel rank in each batch                                                      |
+    | `key`         | file of a `CurveKey`; only subscribers with this key get events                           |
     """
 
     endpoint: str

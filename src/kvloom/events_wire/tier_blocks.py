@@ -15,12 +15,14 @@ group, and fingerprint of the page's form (byte layout)."""
 
 
 class TierBlocks:
-    """The blocks of one tier. Converts changes of its pages to events. Not thread-safe.
+    """The blocks of one tier. Converts changes of the tier's pages to events. Not thread-safe.
 
-    A block may own several pages in a layer group. It counts as stored in `medium` when the tier has all of them.
-    `forms` contains, for each group, the fingerprint of the form (byte layout) of each of these pages. Pages of other
-    forms are ignored. `take` returns the changes of pages since its last call. A page of a group in `state_groups` is a
-    state at the end of its block. Its event contains only the hash of the block's last unit (HASH_TOKENS tokens).
+    A block may own several pages in a layer group. It counts as stored in `medium` when the tier has all of
+    them. A page in a group of `state_groups` is a state at the end of its block. Its event contains only the
+    hash of the block's last unit (HASH_TOKENS tokens).
+
+    `take` returns the changes of pages since its last call. `forms` contains, for each group, a fingerprint of
+    the form (byte layout) of each page that a block owns. Pages of other forms are ignored.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class TierBlocks:
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
         """Update the counts of units after a block became complete or incomplete. A unit is HASH_TOKENS tokens of a
-        block. Return the hashes of the units that the tier now has for the first time, or no longer has."""
+        block, and may be part of two blocks. Return the hashes of the units that the tier did not have before (if
+        `is_stored`), or no longer has."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

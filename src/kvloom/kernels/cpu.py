@@ -113,8 +113,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = 
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the ids as a contiguous tensor of `dtype`. Checks the shape, because native code would read wrong
-    memory from a tensor that is too short."""
+    """Return the ids as a contiguous tensor. Raises ValueError if they do not have this dtype and shape, because
+    native code would read wrong memory."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()

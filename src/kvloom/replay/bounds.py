@@ -20,8 +20,8 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def ideal_hits(traffic: Traffic) -> list[int]:
-    """Return the hits of an unlimited cache: for each prompt, the number of blocks from its start that an earlier
-    request had. O(blocks).
+    """Return the hits of an unlimited cache. For each prompt, this is the number of leading blocks that earlier
+    requests contained. O(blocks).
     """
     seen = np.zeros(traffic.distinct, np.bool_)
     hits = []

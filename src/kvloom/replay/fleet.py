@@ -297,8 +297,8 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the number of tokens in the simulated cache for `tokens` tokens of the trace. A block of the trace
-        has HASH_TOKENS tokens in the simulated cache.
+        """Convert a number of tokens of the trace to a number of tokens in the simulated cache. A block of the trace
+        has HASH_TOKENS tokens there.
         """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
@@ -357,9 +357,8 @@ class _Worker:
 
     def _decode_alone(self, decoding: list[_Job], active: int, until: float) -> float:
         """Run steps without prompt tokens until a request ends, a block is full, or `until` is reached. `active` is the
-        number of tokens of the `decoding` requests. The last step is
-        still in progress when this method returns, and all earlier steps are complete. Return the time at which the
-        last step will end.
+        number of tokens of the `decoding` requests. The last step is still in progress when this method returns, and
+        all earlier steps are complete. Return the time at which the last step will end.
         """
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # after this many tokens the sequences need new blocks
@@ -464,8 +463,8 @@ class _Worker:
 
 
 class _Router:
-    """A router built from the real index and scorer. Simulated workers report events and tokens to it. Workers in
-    `names` answer requests. Workers in `prefill` compute prompts for them.
+    """A router built from the real index and scorer. Workers in `names` answer requests. Workers in `prefill` only
+    compute prompts for the workers in `names`. Simulated workers report events and tokens to the router.
     """
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
@@ -631,7 +630,8 @@ class _Fleet:
         """Return whether a request is admitted, decided by the engine's own classes.
 
         `computes` is the worker that computes the prompt: a prefill worker, or `worker` itself. The TTFT is predicted
-        for `computes`, and the time between tokens for `worker`.
+        for `computes`, and the time between tokens for `worker`. After a prefill worker, the TTFT also includes the
+        transfer of the last pages and one decode step.
         """
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:

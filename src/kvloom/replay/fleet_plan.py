@@ -31,8 +31,9 @@ and of decode workers separately, although both affect each other.
 class Window:
     """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
 
-    `excess` is the 99th percentile divided by the objective, for the worse of the two objectives. At 1 or less the
-    objectives are met. `planned_excess` is the same with the number of prefill workers in the plan.
+    `excess` is the 99th percentile divided by the objective, for the worse of the two objectives. The objectives
+    are met if `excess` is at most 1. `excess` applies to a fleet with `prefill` prefill workers, and
+    `planned_excess` to a fleet with the plan's number of prefill workers.
     """
 
     start: float
@@ -45,7 +46,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The smallest fleets that meet the objective. A fleet is None if no fleet up to the limit meets the objective."""
+    """The smallest fleets that meet the objective: `mixed` without roles, and `split` with prefill and decode workers.
+    A fleet is None if no such fleet up to the limit meets the objective."""
 
     objective: Objective
     mixed: FleetOutcome | None

@@ -63,8 +63,9 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Three numbers about a tier: blocks that prompts hit in this tier but in no faster tier, blocks written to it,
-    and blocks stored in it at the end."""
+    """Numbers about a tier. `hit_blocks` counts blocks that prompts hit in this tier but in no faster tier.
+    `written_blocks` counts blocks written to the tier. `resident_blocks` counts blocks stored in the tier at the
+    end."""
 
     name: str
     capacity_blocks: int

@@ -68,8 +68,8 @@ class Traffic:
 
     @classmethod
     def merged(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return several recordings as if they ran at the same time, each from time 0. Different parts share no
-        blocks."""
+        """Return several recordings as if they ran at the same time, each from time 0. Recordings share no blocks, so
+        the blocks of each recording get new numbers."""
         if not parts:
             raise ValueError("no traffic: at least one trace is required")
         sizes = {part.block_tokens for part in parts}
@@ -122,8 +122,8 @@ def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tu
     distinct numbers.
 
     Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for an
-    invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations number
-    the blocks in O(n log n). Otherwise a slower Python loop numbers them.
+    invalid id. If each id has the same preceding block wherever it occurs, array operations number the blocks in
+    O(n log n). Hashes of whole prefixes are such ids. Otherwise a slower Python loop numbers the blocks.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

@@ -75,7 +75,8 @@ class ApiError(Exception):
 
     @property
     def log_text(self) -> str:
-        """The message for the log. Quoted parts are omitted, because they may be values of the request."""
+        """The text for the log: `logged` if it is given, otherwise the message without its quoted parts. Quoted parts
+        may be values of the request."""
         return self._logged or re.sub(r"['\"].*['\"]", "'…'", self.message, flags=re.DOTALL)
 
     @property

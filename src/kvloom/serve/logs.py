@@ -24,8 +24,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Log to stderr. Messages of kvloom are logged from `level` on, and messages of other packages from warning on.
-    Does not replace handlers that the program has set.
+    """Log to stderr. Messages of kvloom are logged from `level` on. Messages of other packages are logged from warning
+    on, or from `level` on if it is higher. Does not replace handlers that the program has set.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())

@@ -143,8 +143,8 @@ class ModelSet:
                 self.broker.release()
 
     def _engines(self) -> dict[str, EngineClient]:
-        """Return the engines of all models that did not fail to load. Each of these engines has a pool or will have
-        one."""
+        """Return the engines that have a pool or will have one. These are the engines of all models that did not fail
+        to load."""
         models = self._context.models
         return {name: served.engine for name, served in models.items() if not served.error}
 
@@ -199,8 +199,8 @@ class ModelSet:
             self._on_ready(served)
 
     def _ended(self, served: ServedModel, task: asyncio.Task[None]) -> None:
-        """Handle the end of a model's task. If loading failed, mark a model of the API as failed. Any other failure
-        ends the server.
+        """Handle the end of a model's task. If a model that was added through the API could not be loaded, mark it as
+        failed. Any other failure ends the server, unless the model is being unloaded.
         """
         failed = None if task.cancelled() else task.exception()
         if failed is None or served.is_unloading:

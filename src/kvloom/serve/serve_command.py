@@ -370,8 +370,8 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set no limits. Without keys, only limits that were given as options
-    apply."""
+    """Return the caps that apply where a key sets none. These are the values of the server's options. If the option
+    for answers or for ttl is not given, a server with keys uses a default, and a server without keys has no limit."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

@@ -1,11 +1,13 @@
 """A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
-    write a page in either form    -> stored re-encoded, under its block hash and its lossy form (exact=False)
-    read the lossy form            -> decoded to the page's own dtype, with a rounding error
-    read the exact form            -> a miss: lossy bytes never replace computed bytes
+A caller names a page in its exact form or in its lossy form (`Form.exact`):
 
-A caller that requests the lossy form accepts the error. Each layer run is encoded separately, so layers can
-load one after the other. `encoding/quantisation.py` has the arithmetic.
+    write either form     -> stored re-encoded, under the block hash and the lossy form
+    read the lossy form   -> decoded to the page's own dtype, with a rounding error
+    read the exact form   -> a miss: lossy bytes never replace computed bytes
+
+A caller that reads the lossy form accepts the rounding error. Each layer run is encoded separately, so
+layers can load one after the other. `encoding/quantisation.py` has the arithmetic.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ _OPTIONAL = re.compile(r"(?<=[?&])optional=([^&]*)(?:&|$)")
 
 
 def is_optional(url: str) -> bool:
-    """Returns whether a URL has the option `optional=1`. The engine then starts even if the tier cannot be opened.
-    Raises ValueError for any other value.
+    """Returns whether a URL has the option `optional=1`, so that the engine starts even if the tier cannot be
+    opened. Raises ValueError if the value of `optional` is neither 0 nor 1.
     """
     found = _OPTIONAL.search(url)
     if found is not None and found[1] not in ("0", "1"):

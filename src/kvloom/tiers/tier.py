@@ -49,11 +49,12 @@ class TierError(RuntimeError):
 class Form:
     """The byte layout of an object. Two servers can share pages only if their forms are equal in every field.
 
-    `order` names the order of the axes, such as LFHTD (layer, field, head, token, dim). `run_bytes` is the size of a
-    layer run, which is the data of one layer or the whole page. Each layer run has a checksum, and a read requests
-    whole layer runs. `shard` and `layout` are free text. `shard` names the part of the model or block, such as a
-    parallel rank. `layout` describes the layers and fields of the page. `exact=False` marks pages that may be
-    re-encoded (lossy).
+    - `order`: the order of the axes, such as LFHTD (layer, field, head, token, dim).
+    - `run_bytes`: the size of a layer run, which is the data of one layer or the whole page. Each layer run has
+      a checksum, and a read requests whole layer runs.
+    - `shard`: free text. It names the part of the model or block, such as a parallel rank.
+    - `layout`: free text. It describes the layers and fields of the page.
+    - `exact`: False if the pages may be re-encoded (lossy).
     """
 
     dtype: str
@@ -95,10 +96,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Objects:
-    """A batch of objects of one group and form. Keys are computed once per batch, so reuse a batch if possible.
+    """A batch of objects of one group and form. The property `keys` is computed once per batch, so reuse a batch
+    if possible.
 
-    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because the block
-    hashes already depend on it.
+    `tenant` selects the encryption key and the share (`shares.py`). `keys` do not contain the tenant, because
+    the block hashes already depend on it.
     """
 
     block_hashes: Sequence[bytes]
@@ -128,8 +130,8 @@ class Objects:
         return Objects(hashes, self.group, self.form, self.tenant)
 
     def with_keys(self, keys: list[bytes]) -> Objects:
-        """Returns a batch of the same objects with other keys, one per object. Tiers with a key file store pages under
-        such keys."""
+        """Returns a batch of the same objects with other keys, one per object. A tier with a key file uses this
+        method, because it does not store pages under `Objects.keys`."""
         renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
         return renamed

@@ -226,8 +226,8 @@ class Transfer:
     # --- for the tier
 
     def begin_access(self) -> bool:
-        """Returns whether the tier may access the ranges now. The tier calls this method before each access. The
-        result is False if the transfer was cancelled or is done."""
+        """Begins an access of the tier to the ranges, and returns True. The tier calls `end_access` when the access
+        is over. If the transfer was cancelled or is done, returns False, and the tier must not access the ranges."""
         with self._changed:
             if self._cancelled or not self._pending:
                 return False

@@ -1,4 +1,5 @@
-"""The time to live of pages in a tier. A page's age counts from the moment at which the tier stored it.
+"""The time to live of pages in a tier. A page's age counts from the moment at which the tier stored it. In
+Redis, the age counts from the last use of the page.
 
 Times are whole seconds since 1970, rounded down. If the TTL is a whole number of seconds, a page never
 expires early, but up to one second late.

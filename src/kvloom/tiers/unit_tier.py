@@ -29,8 +29,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """How pages of one form are divided into smaller pages (units). `form` is the form of a unit and `unit` describes
-    its fields. `page` describes the fields of the whole page."""
+    """How pages of one form (byte layout) are divided into smaller pages, called units. `page` describes the
+    fields of a whole page, and `unit` the fields of a unit. `form` is the form of a unit."""
 
     form: Form
     unit: PageFields
@@ -40,8 +40,9 @@ class UnitForm:
 class UnitTier(WrappedTier):
     """Wraps the tier `inner`. Pages whose form is in `forms` are stored as units. Other pages pass unchanged.
 
-    With `has_whole_pages`, the inner tier is the host memory of another server, which may have the same block size. A
-    lookup or read then tries the whole page first, and its units only if the page is missing. Writes store whole pages.
+    Set `has_whole_pages` if the inner tier is the host memory of another server, which may have the same
+    block size. A lookup or read then tries the whole page first, and its units only if the page is missing. A
+    write then stores whole pages.
     """
 
     def __init__(

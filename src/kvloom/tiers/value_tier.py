@@ -27,8 +27,8 @@ __all__ = ["ValueForm", "ValueTier"]
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """How a lossy tier stores the pages of one form. `form` is the form in the inner tier. `values` converts pages to
-    this form and back."""
+    """How a ValueTier stores the pages of one form (byte layout). `values` converts a page to float32 values and
+    back. `form` is the form of these values, in which the inner tier receives them."""
 
     form: Form
     values: PageValues

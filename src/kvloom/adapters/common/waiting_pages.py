@@ -87,9 +87,9 @@ class WaitingPages:
         return copied
 
     def store(self, objects: Objects, copy: Copy) -> Mask:
-        """Call `copy` to write objects to host memory that host memory does not have yet. Then queue writes to the
-        other tiers. Returns, for each object, whether host memory has it. Waits a limited time if the other tiers are
-        slower than the caller.
+        """Store objects in host memory. Calls `copy` only for objects that host memory does not have yet; `copy` writes
+        them. Then queue writes to the other tiers. Returns, for each object, whether host memory has it. Waits a
+        limited time if the other tiers are slower than the caller.
         """
         deadline = time.monotonic() + self._seconds
         stored, fresh_pages = np.zeros(len(objects), bool), 0
@@ -141,8 +141,8 @@ class WaitingPages:
         self._wait(lambda: fetch.done)
 
     def _is_behind(self, size: int) -> bool:
-        """Return whether storing `size` more bytes could evict pages from host memory that a working tier has not
-        written yet.
+        """Return whether so many writes to a tier are queued that storing `size` more bytes could evict pages from host
+        memory before they are written. Tiers that have failed or are stuck do not count.
         """
         limit = self.tiers.host.capacity * 3 // 4 - size
         return any(

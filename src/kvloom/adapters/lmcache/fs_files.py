@@ -1,7 +1,7 @@
 """Copies the files of LMCache's `fs` and `fs_native` adapters into kvloom's tiers.
 
-Such a file contains the bytes of one object, and the file name contains the key of the object. A file has no
-checksum, so its bytes are not verified.
+Each file contains the bytes of one object, and its name contains the key of the object. A file has no checksum,
+so its bytes are not verified.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ MAX_SIZES = 4
 
 
 class _Tasks:
-    """Tasks of one kind: threads, results by task, and an event for LMCache."""
+    """Tasks of one kind (store, lookup or load). Contains the threads that run the tasks, the results by task id,
+    and the event that notifies LMCache of new results."""
 
     def __init__(self, name: str, threads: int) -> None:
         self.event = create_event_notifier()

@@ -72,9 +72,9 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the copies of pages, as one batch per part size. A page consists of parts, which may have different
-        sizes. A batch has four values: the offsets of the parts in the pool's memory, their offsets in the arena, the
-        pool's memory, and the size of a part in bytes.
+        """Return the arguments of the copies that transfer pages, one batch per part size. A page consists of parts,
+        which may have different sizes. A batch has four values: the offsets of the parts in the pool's memory, their
+        offsets in the arena (kvloom's host memory), the pool's memory, and the size of a part in bytes.
         """
         if not len(pages):
             return []
@@ -98,7 +98,8 @@ class PoolPages:
         return list(zip(first.tolist(), at.tolist(), strict=True))
 
     def _find_parts(self) -> bool:
-        """Find the sizes of a page's parts. Returns False if the pool does not state their addresses."""
+        """Set `_sizes` to the sizes of a page's parts. Returns whether this succeeded: False means that the pool does
+        not state the addresses of the parts."""
         try:
             meta = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))
         except (AttributeError, NotImplementedError, ValueError):

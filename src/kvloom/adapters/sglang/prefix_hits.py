@@ -18,11 +18,11 @@ def leading_pages(stored: Mask) -> int:
 
 
 def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
-    """Return two results: for each prefix of 1 to `kv_pages` pages, whether every pool can restore it; and the
-    longest prefix that each pool can restore, in pages.
+    """Find the prefixes of 1 to `kv_pages` pages that can be loaded. Returns two results: for each prefix, whether
+    every pool can restore it, and for each pool, the number of pages of the longest prefix that it can restore.
 
-    Each pool is given as a pair: a mask of its stored pages, and how many pages at the end of a prefix it needs. None
-    means that the pool needs all pages of the prefix.
+    `pools` has a pair for each pool: a mask of its stored pages, and the number of pages that it needs from the end
+    of a prefix. If this number is None, the pool needs all pages of the prefix.
     """
     restorable, longest = np.ones(kv_pages, bool), []
     for stored, trailing in pools:

@@ -1,8 +1,9 @@
 """KvloomStorage: SGLang's interface for storage backends of HiCache.
 
-SGLang's key of a page is a hash of all tokens up to the end of the page, the request's salt and the LoRA adapter. The
-backend adds the model to every key. The form of a page contains dtype, layout and parallel rank. If a tier fails, no
-method raises: the pages are misses, and the fault is counted and logged.
+SGLang's key of a page is a hash of all tokens up to the end of the page, the request's salt and the LoRA
+adapter. The backend adds the model to every key. Tiers also distinguish pages by their form, which states
+dtype, layout and parallel rank. If a tier fails, no method raises: the pages are misses, and the fault is
+counted and logged.
 """
 
 from __future__ import annotations
@@ -141,8 +142,10 @@ class KvloomStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the lengths, in pages, of all prefixes that can be loaded. For such a prefix, every pool has stored
-        the pages that it needs. Also return the longest prefix that each pool alone could load.
+        """Return the lengths, in pages, of all prefixes that can be loaded, and the largest of these lengths. A prefix
+        can be loaded if each pool has stored the pages that the pool needs for this prefix. Pools with the hit policy
+        BLOCK_GROUPS are not checked. Also return, for each checked pool, the longest prefix that this pool alone could
+        load.
         """
         # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]

@@ -35,8 +35,9 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """The tokens of one forward: `tokens` of each sequence, from position `start` on. `pages` has the results of
-    `_page_ids`, by the `group` and `run` of a LayerView.
+    """One forward of the model. `tokens` has the new tokens of each sequence. They begin at position `start`, which
+    is the same in all sequences. `pages` stores the results of `_page_ids`. Its keys are `group` and `run` of a
+    LayerView.
     """
 
     start: int
@@ -175,7 +176,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._lock.release()
 
     def _generate_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `model.generate`. If the call passes this cache, its sequences are open while `generate` runs."""
+        """The function that replaces `model.generate`. If a call passes this cache, open the sequences of its prompts
+        and close them when the original `generate` returns. All other calls are passed on unchanged."""
         if all(kwargs.get(name) is not self for name in ("past_key_values", "cache_params")):
             return self._generate(*args, **kwargs)
         tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))

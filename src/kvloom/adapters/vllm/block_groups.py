@@ -70,8 +70,8 @@ class BlockGroup:
         return first // self.block_tokens
 
     def can_resume(self, start: int, position: int, found: Mask) -> bool:
-        """Return whether a prompt can resume at `position`, for this group. vLLM has the blocks before token `start`.
-        `found` states for each later block whether a tier has it.
+        """Return whether this group has all blocks that a prompt needs to resume at `position`. vLLM itself has the
+        blocks before token `start`. For each later block, `found` states whether a tier has it.
         """
         base = start // self.block_tokens
         first = max(0, self.first_block(position) - base)

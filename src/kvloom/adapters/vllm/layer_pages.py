@@ -1,10 +1,12 @@
-"""Copies of blocks between vLLM's layer tensors and host memory.
+"""Copies of blocks between vLLM's layer tensors and the arena, which is kvloom's host memory.
 
-    layer tensors, one row per block  <──>  one page per block and group in the arena: the rows of all its layers
+    vLLM: one tensor per layer, with one row per block  <──>  arena: one page per block and group
 
-A layer with a recurrent state has several tensors, such as those of its convolution and of its state.
+A page contains the rows of its block from all layers of the group. A layer with a recurrent state has several
+tensors, for example one for its convolution and one for its state.
 
-On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate stream.
+On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate
+stream.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b *
-    stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor in the form of a
-    page.
+    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b
+    * stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor; it becomes a
+    part of the form (byte layout) of the pages.
     """
 
     rows: torch.Tensor
@@ -84,7 +86,8 @@ class LayerPages:
     def offload(
         self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], to: Offsets
     ) -> IsDone:
-        """Copy blocks to offsets in the arena. Returns a function that returns whether the copy is done.
+        """Copy blocks to the offsets `to` of the arena (kvloom's host memory). Returns a function that returns whether
+        the copy is done.
 
         Later work on the current stream may overwrite the blocks. This does not affect the copy.
         """
@@ -105,7 +108,8 @@ class LayerPages:
             return self._mark()
 
     def load(self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], at: Offsets) -> IsDone:
-        """Copy from offsets in the arena into blocks. Returns a function that returns whether the copy is done."""
+        """Copy pages at the offsets `at` of the arena (kvloom's host memory) into blocks. Returns a function that
+        returns whether the copy is done."""
         if not self._staged:
             for layer, start in self._starts(group):
                 assert layer.memory is not None
@@ -133,10 +137,10 @@ class LayerPages:
 
     @contextmanager
     def _copy_stream(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """Run copies on the copy stream, after earlier work on the current stream. Keep the memory of `tensors` until
-        the copies are done. Does nothing on a CPU.
+        """A context in which copies run on the copy stream, after earlier work on the current stream. PyTorch does not
+        reuse the memory of `tensors` before the copies are done. On a CPU, the context has no effect.
 
-        vLLM runs the model on a stream of its own, not on the default stream.
+        The current stream is not the default stream, because vLLM runs the model on a stream of its own.
         """
         if self._stream is None:
             yield
@@ -198,8 +202,8 @@ def _layer(name: str, tensor: torch.Tensor, spec: KVCacheSpec) -> _Layer:
 
 
 def _form(group: BlockGroup, layers: Sequence[_Layer], shard: str) -> Form:
-    """Return the form of a group's pages. Two workers have the same form only if every byte of a page is at the same
-    offset on both.
+    """Return the form (byte layout) of a group's pages. Forms of two workers are equal only if every byte of a page
+    has the same offset on both workers.
     """
     sizes = {layer.bytes for layer in layers}
     total = sum(layer.bytes for layer in layers)

@@ -118,10 +118,11 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Make the workers load pages into blocks that vLLM has allocated. The loaded tokens are the last `external`
-        tokens before the resume position that `match` found. If `external` is 0, nothing is loaded, and the workers
-        release the pages that they leased for the lookup. vLLM also calls this method with `external` 0 when a load has
-        ended. That call has no effect.
+        """Make the workers load pages into blocks that vLLM has allocated. The pages contain the last `external` tokens
+        before the resume position that `match` found. If `external` is 0, nothing is loaded, and the workers release
+        the pages that they leased for the lookup.
+
+        vLLM calls this method again, with `external` 0, when a load has ended. The second call has no effect.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None:
@@ -157,8 +158,9 @@ class SchedulerSide:
         return step
 
     def _store(self, state: _State, tokens: int, output: SchedulerOutput, step: Step) -> None:
-        """Add the blocks that are complete after this step to the blocks that the workers store. Draft tokens that may
-        be rejected, and tokens that are not sampled yet, complete no block.
+        """Make the workers store the blocks of a request that are complete after this step. A block is not complete if
+        it contains draft tokens, which may be rejected, or tokens that are not sampled yet. State groups are left to
+        `_store_states`.
         """
         request = state.request
         if state.stored is None:
@@ -188,8 +190,9 @@ class SchedulerSide:
         state.stored = stop
 
     def _store_states(self, output: SchedulerOutput, step: Step) -> None:
-        """Add the states that this step writes at the ends of blocks to the stores of `step`. vLLM lists their blocks
-        in `output`. Later steps overwrite such a block.
+        """Make the workers store the recurrent states that this step writes at the ends of blocks. vLLM lists the
+        blocks with these states in `output`. They must be stored in this step, because later steps overwrite these
+        blocks.
         """
         if output.kv_connector_block_state is None:
             return
@@ -231,8 +234,9 @@ class SchedulerSide:
             self._next.ended.append(request.request_id)
 
     def reset(self) -> None:
-        """Give requests other hashes, because the weights may have changed. The pages stored so far are not found
-        again. A request that already has computed tokens loads and stores nothing more: its KV may be of both weights.
+        """Change the hashes of all requests, because the weights may have changed. Pages that were stored before are
+        not found again. A request that already has computed tokens loads and stores nothing more, because its KV may
+        come from both the old and the new weights.
         """
         self._roots = Roots(f"{self._model} reset {secrets.token_hex(16)}")
         for state in list(self._requests.values()):

@@ -1,7 +1,8 @@
 """Block events of tiers in vLLM's format: which blocks host memory and disk have stored and removed.
 
-Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler publishes
-those. For this purpose it stores both hashes of every block that this process has stored.
+Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler
+publishes events with vLLM's hashes. To translate, the scheduler stores both hashes of every block that this
+process has stored.
 """
 
 from __future__ import annotations

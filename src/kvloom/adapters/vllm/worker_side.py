@@ -54,9 +54,9 @@ class WorkerStats:
 
 @dataclass
 class _LookupJob:
-    """One lookup and its pages. Block indices count from the block at token `message.start`. `found` has the blocks
-    that tiers have, by group. `firsts` and `leases` have, for each group, the index of the first leased block and the
-    lease.
+    """One lookup and its pages. The index of a block counts from the block that contains token `message.start`. All
+    lists have one entry per group. `found` states which blocks tiers have. `leases` has the leases of the loaded
+    pages. `firsts` has the index of the first leased block.
     """
 
     message: Lookup
@@ -139,7 +139,8 @@ class WorkerSide:
         return answers
 
     def take_changes(self) -> list[Change]:
-        """Return the pages that tiers stored and removed since the last call. Pages of other layouts are left out."""
+        """Return the pages that tiers stored and removed since the last call. Pages whose byte layout differs from this
+        worker's pages are left out."""
         return [
             Change(medium, change.is_stored, change.group, change.block_hash)
             for medium, changes in self._watched
@@ -245,9 +246,9 @@ class WorkerSide:
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether loading the `missing` pages is estimated to take longer than computing their tokens. If so,
-        raise the estimated throughput of the slow tiers, so that they are tried again later. Returns False if all pages
-        are in host memory, or if too little was measured.
+        """Return whether a tier is estimated to need longer to load its part of the `missing` pages than vLLM needs to
+        compute the tokens up to the job's target. If so, raise the estimated throughput of this tier, so that it is
+        tried again later. Returns False if all pages are in host memory, or if too little was measured.
         """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:

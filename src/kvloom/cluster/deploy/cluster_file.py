@@ -173,7 +173,8 @@ class ClusterFile:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All groups, in the order in which they start. Workers that others read from start first, routers last."""
+        """All groups, in the order in which they start: first the workers from which other workers read, then the other
+        workers, then the routers."""
         order = {"encode": 0, "prefill": 1}
         return (*sorted(self.workers, key=lambda group: order.get(group.role, 2)), self.router)
 

@@ -208,8 +208,8 @@ class Replica:
         self._get("/health")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load of the replica: the open requests of a worker, and the images that wait for an encode worker.
-        The load of a router is 0.
+        """Return the load of the replica. The load of a worker is its number of open requests. For an encode worker,
+        the number of waiting images is added. The load is 0 for a router, and for a worker that does not answer.
         """
         if self.group.command == "route":
             return {"load": 0.0}

@@ -69,8 +69,8 @@ class AnswerStream:
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Process `data` from a worker. Return the bytes to send to the client, and the number of new tokens.
 
-        Raises WorkerFailedError for an error event of the worker, and DivergedError if the answer differs from the
-        text that the client has.
+        An error event that the client caused (FATAL_TYPES) is sent to the client. Raises WorkerFailedError for other
+        error events, and DivergedError if the answer differs from the text that the client has.
         """
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         out, count = [], 0

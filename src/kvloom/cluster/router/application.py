@@ -182,8 +182,8 @@ class RouterApplication:
         return found
 
     async def _register(self, body: dict[str, Any], send: Send) -> None:
-        """Add a worker, if `body` has the field `url`. Otherwise add an instance that gets no requests, as in RFC 1403.
-        The router only follows its events at `endpoint`.
+        """Add a worker, if `body` has the field `url`. Otherwise add an instance as in RFC 1403. The router follows the
+        events of such an instance at the address `endpoint`, but sends it no requests.
         """
         url, endpoint = body.get("url"), body.get("endpoint")
         name = str(body.get("instance_id") or url or endpoint or "")

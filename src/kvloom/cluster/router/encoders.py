@@ -50,8 +50,8 @@ class EncoderChooser:
 
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
         """Return the encode worker for the images of one call. This is the worker that probably has most of these
-        images. Among equal workers, it is the worker with the fewest open images. Return None if `names` is empty.
-        Counts the images as open until `ended` is called.
+        images. Among equal workers, it is the worker with the fewest open images. Counts the images as open until
+        `ended` is called. Returns None if `images` or `names` is empty.
         """
         if not images or not names:
             return None

@@ -147,7 +147,8 @@ class Worker:
 
     @property
     def answers(self) -> bool:
-        """Whether the worker is alive and answers requests. Encode workers do not."""
+        """Whether the worker is alive and answers requests of clients. False for an encode worker, which only encodes
+        images."""
         return self.is_alive and bool(self.models)
 
 
@@ -466,7 +467,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _offer(found: dict[str, Any]) -> Offer:
-    """Parse an entry of a reply of /kvloom/worker. Raises KeyError, TypeError or ValueError if it has another form."""
+    """Parse one model in a reply of /kvloom/worker. Raises KeyError, TypeError or ValueError if the entry has
+    missing or invalid fields."""
     if found["hash_tokens"] != HASH_TOKENS:
         raise ValueError(
             f"hash_tokens {found['hash_tokens']} is not {HASH_TOKENS}: another version of kvloom"

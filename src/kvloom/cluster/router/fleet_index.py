@@ -163,8 +163,8 @@ class FleetIndex:
                     index.dropped(_integers(event.block_hashes), groups, place)
 
     def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
-        """Return the layer group to which an event belongs, or None if the index does not store this group. Of a
-        foreign worker, only groups of MAIN_KINDS are stored, all as group 0.
+        """Return the layer group to which an event belongs, or None if the index does not store this group. If the
+        worker is foreign (not kvloom), only groups of MAIN_KINDS are stored, all as group 0.
         """
         if blocks.trusts_hashes:
             index = index or 0

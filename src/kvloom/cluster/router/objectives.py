@@ -64,11 +64,11 @@ def predict(
 
 
 def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
-    """Return whether to admit a request on a worker. The request is refused only if the prediction exceeds MARGIN times
-    the objective. `waited` is the number of seconds since its arrival.
+    """Decide whether a worker may get a request, and return the decision. The request is refused only if the
+    prediction exceeds MARGIN times the objective. `waited` is the number of seconds since its arrival.
 
-    A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction is
-    also always admitted.
+    A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction
+    is also always admitted.
     """
     if prediction is None or objective.deadline_ms is not None:
         return Decision(Verdict.ADMIT)

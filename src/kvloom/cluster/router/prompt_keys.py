@@ -69,9 +69,10 @@ class PromptKeys:
     """Number of tokens that the request marked as a public prefix."""
 
     def hashes(self, roots: Roots) -> list[int]:
-        """Return the block hashes of the prompt for the roots of some workers. Returns an empty list if its tokens are
-        unknown. Takes about 0.2 µs per block. With an activated LoRA, the hashes differ from those of the base model
-        from its invocation tokens on. With a public prefix, the hashes depend on the tenant only after the prefix.
+        """Return the block hashes of the prompt for the roots of some workers. Returns an empty list if the tokens of
+        the prompt are unknown. Takes about 0.2 µs per block. With an activated LoRA, the hashes equal those of the base
+        model up to the invocation tokens, and differ from there on. With a public prefix, the hashes depend on the
+        tenant only after the prefix.
         """
         if self.tokens is None:
             return []
@@ -215,7 +216,7 @@ class PromptReader:
 
 
 def salt_of(body: dict[str, Any]) -> str:
-    """Return the field `cache_salt` of a request. It is empty if it is missing or invalid."""
+    """Return the field `cache_salt` of a request, or "" if the field is missing or is not a text."""
     salt = body.get("cache_salt")
     return salt if isinstance(salt, str) else ""
 

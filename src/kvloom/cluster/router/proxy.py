@@ -224,8 +224,9 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker for a call. If all living workers have failed this call, wait until a worker is back, and
-        then try all workers again. Raises ApiError if no worker is back in time.
+        """Choose a worker for a call. If no worker is alive, or all living workers have failed this call, try all
+        workers again after a short pause. The tries end with ApiError after `wait_seconds`, at the deadline of the
+        call, or if a living worker refused the call because of too much work.
         """
         until = call.at + self.options.deadline_seconds
         while True:
@@ -271,8 +272,8 @@ class Proxy:
     def _within_objective(
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Return the workers that may meet the objective of a call. If no worker can meet it, raise ApiError 429 with
-        the best prediction, or return all workers if the call was already sent to a worker.
+        """Return the workers that may meet the objective of a call. If there are none, raise ApiError 429 with the best
+        prediction. A call that was already sent to a worker is not refused: in this case, return all workers.
         """
         assert call.keys is not None
         found: list[str] = []

@@ -205,8 +205,8 @@ class WorkerClient:
     async def post(
         self, url: str, path: str, headers: Mapping[str, str], data: bytes, seconds: float
     ) -> WorkerConnection:
-        """Send a request to the worker at `url`, and return the connection when status and headers have arrived. Raises
-        TimeoutError if the whole answer takes more than `seconds`.
+        """Send a request to the worker at `url`, and return the connection when status and headers have arrived. The
+        whole answer must arrive within `seconds`. Otherwise this call or a later read raises TimeoutError.
 
         An idle connection may break at any time. The request is then sent again on another connection. Raises
         UnreachableError if the worker accepts no connection, and ConnectionError if a new connection breaks.

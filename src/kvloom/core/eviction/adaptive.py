@@ -269,8 +269,8 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start up to two samples for the model: one in the middle of the request's new tokens, and one in an entry
-        that the request hit."""
+        """Start up to two samples. A sample is a position whose time until the next use the model learns from. One
+        sample is in the middle of the request's new tokens. The other is in an entry that the request hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -303,10 +303,11 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a request that returned to a visit but did not use the last `without` tokens of the visit.
+        """Count a request that returned to a visit. The counts are by the number of last tokens of the visit that the
+        request did not use.
 
-        With `at_most`, the exact number is unknown, and `without` is an upper bound. One count is then spread over all
-        numbers up to `without`, in proportion to earlier counts.
+        `without` is this number. With `at_most`, the number is unknown, and `without` is an upper bound. The
+        request then adds a fraction to the count of each possible number, in proportion to the earlier counts.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
@@ -335,7 +336,8 @@ def _uses(hits: int) -> int:
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """Return a small code for a key. The first keys get separate codes. All later keys get the last code."""
+    """Return a small number that stands for `key`. The first VALUES - 1 keys get separate numbers, in the order of
+    their first use. All later keys share the number VALUES - 1."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

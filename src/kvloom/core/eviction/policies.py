@@ -107,8 +107,9 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """An eviction policy. Entries with smaller priorities are evicted first. The cache calls the methods `on_...`,
-    which may do nothing. During `on_hit`, `entry.last_used` is still the time of the previous use."""
+    """An eviction policy. Entries with smaller priorities are evicted first. The cache reports events by calling
+    `on_insert`, `on_hit` and `on_evict`. A policy may ignore these calls. During `on_hit`, `entry.last_used` is
+    still the time of the previous use."""
 
     @property
     def name(self) -> str:
@@ -142,8 +143,8 @@ class LearningPolicy(Policy, Protocol):
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together. The queue then computes the priority
-        of the remaining tokens again."""
+        """Return how many of the last tokens of `entry` may be evicted together. After their eviction, the queue
+        computes a new priority for the remaining tokens."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:

@@ -1,8 +1,9 @@
-"""Eviction queue: a heap of entries in the order of eviction. The queue computes an entry's key again when the entry
-reaches the top.
+"""Eviction queue: a heap of entries in the order of eviction. When an entry reaches the top, the queue
+computes its key again.
 
-Unneeded window pages come first, the oldest first. Then come the entries, by rank and then by policy. Within a rank,
-entries that waiting requests will hit come last. The queue chooses the next entry and evicts nothing.
+Unneeded window pages come first, the oldest first. No checkpoint needs them, and they are not in use. The
+entries follow, ordered by rank (`Entry.rank`) and then by the policy's priority. Within a rank, entries
+that waiting requests will hit come last. The queue only chooses the next entry, and evicts nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class EvictionQueue(Generic[E]):
-    """The entries of one account that can be evicted. Outdated heap items are skipped.
+    """The entries of one account (the pages of one tenant) that may be evicted. When an entry is removed or moves
+    up, its old item stays in the heap. Such an item is skipped when it reaches the top.
 
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|

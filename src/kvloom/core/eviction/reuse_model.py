@@ -1,16 +1,16 @@
 """Reuse model: predicts when cached tokens will be used again. The adaptive policy uses the predictions.
 
-The policy samples positions in prompts. A sample lasts from the end of one use to the next use. From the last few
-thousand samples, the model learns the hazard, which is the probability of a use per second. The hazard depends on
-the age (seconds since the last use), on the stratum of the sample (for example the finish reason) and on its
-features.
+The policy samples positions in prompts. A sample lasts from the end of one use to the next use. From the
+last few thousand samples, the model learns the hazard, which is the probability of a use per second. The
+hazard depends on the age (seconds since the last use), on the stratum of the sample (for example the finish
+reason) and on its features.
 
     hazard(age, features) = baseline of the stratum at that age, times a factor for each feature value
 
-The baseline has one value per age bin. Each bin is a quarter longer than the previous bin, so the model can
-represent session timeouts. A sample that was not used again yet counts as unused up to the present time. Uses after
-an eviction also count, because ghosts (records of evicted tokens) report them. The model has no access to entries
-or pages.
+The baseline has one value per age bin. From 8 seconds on, each bin is a quarter longer than the previous
+bin, so the model can represent session timeouts. A sample without a next use so far counts as unused up to
+the present time. Uses after an eviction also count, because ghosts (records of evicted tokens) report them.
+The model has no access to entries or pages.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _LEAST = 1e-12
 
 
 class ReuseModel:
-    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the newest
-    `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature (`features`). The
-    last stratum learns only from its own samples.
+    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the
+    newest `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature
+    (`features`). A stratum with few samples also uses the samples of other strata. The last stratum is
+    separate: it uses only its own samples, and no other stratum uses them.
 
         | call     | cost                                                                     |
         |----------|--------------------------------------------------------------------------|

@@ -30,13 +30,14 @@ SOFT_PART = 0.5
 class Tenant:
     """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
 
-    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share are
-    not evicted for other tenants. A tenant with weight 0 has no share, and its pages are evicted first. If all
-    weights are 0, only the policy decides. Shares change with the size of the pool, but quotas do not.
+    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share
+    are not evicted for other tenants. A tenant with weight 0 has no share, so all its cached pages may be
+    evicted for other tenants. If all weights are 0, only the policy decides. Shares change with the size of the
+    pool, but quotas do not.
 
-    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A tenant
-    that has at most one open sequence may even evict cached pages in the protected half of such a share. One long
-    request can therefore use the memory of all shares that are not firm.
+    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A
+    tenant that has at most one open sequence may even evict cached pages in the protected half of such a share.
+    One long request can therefore use the memory of all shares that are not firm.
     """
 
     name: str
@@ -66,12 +67,19 @@ class Tenant:
 
 
 class Account:
-    """The pool memory of one tenant. `used` is the number of bytes of all its pages, and `in_use` the part that
-    sequences, pins and transfers use. `guaranteed` is the protected share in bytes. `open` is the number of open
-    sequences. `borrowed` is the number of bytes of public pages that the tenant's sequences, pins and loads use. A
-    public page counts once, even if several of them use it. Quotas and shares apply to own and borrowed pages together.
+    """The pool memory of one tenant, in bytes.
 
-    Also counts the tokens looked up, the tokens hit and the entries evicted.
+    | field        | meaning                                                                            |
+    |--------------|------------------------------------------------------------------------------------|
+    | `used`       | all pages of the tenant                                                            |
+    | `in_use`     | the part of `used` that sequences, pins and transfers use                          |
+    | `borrowed`   | pages of public prefixes that the tenant's sequences, pins and loads use; a page   |
+    |              | with several of these users counts once                                            |
+    | `guaranteed` | the protected share                                                                |
+    | `open`       | number of open sequences                                                           |
+
+    Quotas and shares apply to the sum of own and borrowed pages. Also counts the tokens looked up, the tokens
+    hit and the entries evicted.
     """
 
     __slots__ = (
@@ -175,10 +183,11 @@ class Owner(NamedTuple):
 class Accounts:
     """The accounts of one pool. Undeclared tenants share the account of DEFAULT.
 
-    `public_bytes` limits the pages of public prefixes. With 0 there is no account for them, and requests cannot mark
-    a prefix public. The limit is applied when public pages are allocated: cached public pages are then evicted. Pages
-    that running requests use may exceed it. The quotas of their tenants limit these pages. Tiers apply the limit like
-    the quota of a tenant.
+    `public_bytes` limits the memory of public prefixes, which all tenants share. If it is 0, public prefixes
+    have no account, and requests cannot mark a prefix public. When public pages are allocated, cached public
+    pages are evicted to keep the limit. Pages in use are not evicted, so running requests may exceed the limit.
+    The public pages that a request uses count against the quota of its tenant. Tiers apply the limit like the
+    quota of a tenant.
     """
 
     DEFAULT = ""
@@ -233,8 +242,8 @@ class Accounts:
         3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
         4. all accounts whose share is not firm, if the requester has at most one open sequence.
 
-        Among the candidates of one step, an account with unneeded window pages comes first. Otherwise the next entries
-        of the accounts are compared, and the account whose entry has the smallest `Policy.priority` is returned.
+        If a step has several candidates, an account with unneeded window pages is returned first. Otherwise
+        `_first` compares the next entries of the accounts.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -262,11 +271,13 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the first account with unneeded window pages. If there is none, return the account whose next entry
-        has the smallest `Policy.priority`.
+        """Return the first account with unneeded window pages. If there is none, compare the next entry of each
+        account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
+        `Policy.priority`.
 
-        A TTL or a priority of a request gives an entry a higher rank. A higher rank changes the order only inside one
-        account. It does not protect the entry from other tenants.
+        In this comparison, a rank above 0 counts as 0. A TTL or a priority of a request, which gives an entry a
+        higher rank, therefore does not protect the entry from other tenants. It changes the order only inside one
+        account.
         """
         best = None
         for account in accounts:

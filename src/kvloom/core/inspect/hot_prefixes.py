@@ -65,9 +65,11 @@ class HotPrefixes:
     def report(
         self, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the hot nodes as JSON data, each after its parent. `where` returns the pool cells of a node, and
-        `tenant` the index of a tenant name in the map. "age" of the whole report is the number of seconds since the
-        last complete pass. "adapter_bytes" are the cached bytes by adapter in that pass; "" is no adapter."""
+        """Return the hot nodes as JSON data ("branches"), each after its parent. "age" is the number of seconds since
+        the last complete pass. "adapter_bytes" has the cached bytes of each adapter in that pass. The adapter ""
+        means no adapter.
+
+        `where` maps a node to its pool cells. `tenant` maps the name of a tenant to its index in the map."""
         now = self._state.clock.now()
         self._looks += 1
         chosen: dict[int, Node] = {}

@@ -104,13 +104,13 @@ class PoolMap:
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list `tenants`. Only the first UNSEEN tenants are listed. Every
-        other tenant gets the length of the list."""
+        """Return the index of a tenant in the reported list `tenants`. The list has space for UNSEEN tenants. For a
+        tenant that is not in the list, returns the length of the list."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the owner code for pages of a size class that the walk has not visited yet. An owner code stands for
-        a group and a tenant. The code contains the group if only one group has pages of this size."""
+        """Return the owner code that the pages of a size class have until the walk visits them. An owner code stands
+        for a group and a tenant. If several groups have pages of this size, the code is 0, which means unknown."""
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -295,8 +295,8 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the memory use, quota and share of a tenant. Undeclared tenants share one account, so their bytes are
-        summed over the map."""
+        """Return the memory use, quota and share of a tenant. Undeclared tenants share one account, which does not
+        show the use of a single tenant. For an undeclared tenant, the bytes of its pages in the map are summed."""
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:
             used, in_use = account.used, account.in_use

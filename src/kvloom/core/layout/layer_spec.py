@@ -87,10 +87,10 @@ class Field:
         """Return the order in which a page stores the axes of (tokens, *shape), outermost first. A field without heads
         (MLA) always has the order NHD.
 
-        | order | keys, values        | scales        | 8-bit values        |
-        |-------|---------------------|---------------|---------------------|
-        | HND   | heads, tokens, dims | heads, tokens | heads, dims, tokens |
-        | NHD   | tokens, heads, dims | tokens, heads | tokens, heads, dims |
+        | order | K, and V of 16 or 32 bits | scales        | V of 8 bits         |
+        |-------|---------------------------|---------------|---------------------|
+        | HND   | heads, tokens, dims       | heads, tokens | heads, dims, tokens |
+        | NHD   | tokens, heads, dims       | tokens, heads | tokens, heads, dims |
         """
         plain = tuple(range(len(self.shape) + 1))
         if order == "NHD" or self.shard_axis != 0:
@@ -124,7 +124,8 @@ class VisibilityKind(ABC):
         return range(self.first_visible(position, size) // block, position // block + 1)
 
     def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
-        """Return whether the query at each position sees each token. A kind with holes overrides this method."""
+        """Return a boolean array: whether the query at each of `positions` sees each of `tokens`. The two arrays are
+        broadcast against each other. A kind with holes overrides this method."""
         return (tokens >= self.first_visible_each(positions, size)) & (tokens <= positions)
 
 
@@ -197,7 +198,8 @@ class Visibility:
         return KINDS[self.kind].visible_blocks(position, self.size, block)
 
     def sees_each(self, positions: Positions, tokens: Positions) -> npt.NDArray[np.bool_]:
-        """Return whether the query at each position sees each token. The arrays are broadcast against each other."""
+        """Return a boolean array: whether the query at each of `positions` sees each of `tokens`. The two arrays are
+        broadcast against each other."""
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:

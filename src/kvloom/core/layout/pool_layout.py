@@ -132,7 +132,8 @@ class PoolLayout:
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """Return the number of page ids of one block, one state or one media block. `numbering` is as in `of`."""
+        """Return the number of page ids of one block, or of one state, over all groups of a kind. `numbering` is the
+        kind: "token" or "media" for a block, "state" for a state."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
@@ -195,12 +196,13 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size, and (runs, page stride) for each group. A run is the set of layers that share one page.
-    `sizes` contains (bytes of a layer, number of layers) for each group.
+    """Return the slab size, and (runs, page stride) for each group. A run is the set of layers that share one
+    page. `sizes` contains (bytes of a layer, number of layers) for each group.
 
-    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
-    counts padding, page ids per block, and slabs of several pages. Slabs of several pages cost memory, because a slab
-    cannot be freed while one of its pages is in use. On average, one slab per sequence is half empty.
+    Tries every slab size that is a small multiple of a group's page. For each slab size, chooses the cheapest
+    runs of each group. The cost has three parts: padding, page ids per block, and a part for slabs with several
+    pages. A slab with several pages cannot be freed while one of its pages is in use. On average, one such slab
+    per sequence is half empty.
     """
     slabs = {
         _round_up(layer * run * k, granularity)

@@ -50,10 +50,10 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the prompt
-        can now resume. Returns 0 if too few pages were loaded.
+        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the
+        prompt can now resume. Returns 0 if too few pages were loaded.
 
-        `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` states whether the state
+        `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` is true if the state
         snapshot was loaded. Pages that were not loaded become free.
         """
         return publish_loaded(self._state, reservation, loaded, states_loaded)
@@ -65,8 +65,9 @@ class Loading:
     # -- offloading -----------------------------------------------------------------------------
 
     def set_listener(self, listener: Callable[[OffloadBatch], None], on_close: bool) -> None:
-        """Call `listener` with an offload batch before pages are evicted. With `on_close`, also call it when a
-        sequence closes. The listener must not call the cache. Without a listener no page is hashed for offloading.
+        """Register `listener`. The cache calls it with an offload batch before pages are evicted. With `on_close`, the
+        cache also calls it when a sequence closes. The listener must not call the cache. Without a listener no page
+        is hashed for offloading.
         """
         state = self._state
 

@@ -101,8 +101,8 @@ def plain_ids(given: object) -> bytearray | None:
 
 
 def unwatched(numbers: Numbers) -> Numbers:
-    """Return `numbers`, which must contain only plain numbers. The native version also removes the list from the
-    garbage collector, so that a collection does not walk over long prompts.
+    """Return `numbers` unchanged. The list must contain only plain numbers. The native version also removes the
+    list from the garbage collector, so that a collection does not walk over long prompts.
     """
     return numbers
 

@@ -146,8 +146,8 @@ class PagePool:
         """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
         c.
 
-        Also records how many free slabs would remain. While free slabs remain, `allocate` may use whole free slabs to
-        keep the pages of a sequence together.
+        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may
+        use a whole free slab for the pages of one sequence, so that they stay together.
         """
         slack = self.free_slabs
         if self._plain:

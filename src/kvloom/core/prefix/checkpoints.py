@@ -90,9 +90,9 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield each node, from `node` up to the root, with the range of its blocks that the query at position
-        `query` needs. A block is needed if the query sees it and it starts before `position`. The range counts from
-        the first block of the node."""
+        """Yield `node` and its ancestors, each with a range of its blocks. The range contains the blocks that start
+        before `position` and that the query at position `query` sees. It counts from the first block of the node.
+        `window` is the index of the windowed group in `self.windows`."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:

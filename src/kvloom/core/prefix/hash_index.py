@@ -91,7 +91,7 @@ class HashIndex(Generic[HashKey]):
         return 0 if number is None else self._counts[number]
 
     def _every_group(self, place: str) -> int:
-        """Return the bits that stand for all groups in `place`, as in `bits`."""
+        """Return an integer in which the bits of all layer groups at `place` are set. See `bits`."""
         return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(

@@ -27,12 +27,21 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt (`data`, token ids as bytes). The prompt can resume at `resume` after the load.
+    """The pages reserved for one prompt: cached pages, and pages that a load job fills.
 
-    Row b of `rows` contains the page ids of block b, and `hashes[b]` is its hash. `to_load` marks the pages that the
-    load job must fill. `states` contains the page ids of the state snapshot, or is None. `state_hash` is the hash of
-    the snapshot, and `state_account` its account. The pages end at token `end`. When the load has ended,
-    they are published in the tree as children of `node`. Until then, `node` is locked.
+    | field           | meaning                                                                         |
+    |-----------------|---------------------------------------------------------------------------------|
+    | `data`          | token ids of the prompt, as bytes                                               |
+    | `resume`        | position at which the prompt can resume after the load                          |
+    | `end`           | token at which the pages end                                                    |
+    | `rows`          | page ids, one row per block                                                     |
+    | `hashes`        | hash of each block                                                              |
+    | `to_load`       | marks the pages in `rows` that the load job must fill                           |
+    | `states`        | page ids of the state snapshot, or None                                         |
+    | `state_hash`    | hash of the snapshot                                                            |
+    | `state_account` | account of the snapshot                                                         |
+    | `node`          | node after which the pages are published when the load has ended. It is locked  |
+    |                 | until then                                                                      |
     """
 
     __slots__ = (

@@ -38,9 +38,11 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. If the next pages were evicted, `when` is the time of the
-    eviction and `policy` the name of the policy. `matched` is a later position, or 0. Tiers have full-attention pages
-    up to `matched`, but the prompt cannot resume there (see `LoadPlan.miss`)."""
+    """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of
+    the eviction and `policy` the name of the policy.
+
+    `matched` is set only in the miss of a load plan (`LoadPlan.miss`), otherwise 0. Tiers then have
+    full-attention pages up to `matched`, a later position, but the prompt cannot resume there."""
 
     reason: str
     position: int

@@ -48,11 +48,11 @@ class Media:
 
 
 def activation_mark(tokens: npt.NDArray[np.integer], invocation: Sequence[int], adapter: str) -> Media | None:
-    """Return a mark of the token from which an activated LoRA applies: the start of the last occurrence of its
-    `invocation` tokens. Return None if they do not occur. `adapter` is the digest of the adapter.
+    """Return a mark for the token from which an activated LoRA applies: the first token of the last occurrence of
+    `invocation`. Return None if the `invocation` tokens do not occur. `adapter` is the digest of the adapter.
 
-    Block hashes contain the mark instead of the token. Blocks before the mark have the hashes of the base model, and
-    later blocks depend on the adapter."""
+    The mark is a `Media` of one token. Block hashes contain the digest of the mark instead of the token. Blocks
+    before the mark have the hashes of the base model, and later blocks depend on the adapter."""
     wanted = np.array(invocation)
     if not 0 < len(wanted) <= len(tokens):
         return None

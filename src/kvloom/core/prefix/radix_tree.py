@@ -170,8 +170,8 @@ class RadixTree(Checkpoints):
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
         """Merge `rows` (page ids, one row per block) into the pages of a node that already has the same tokens. The
-        node takes pages that it lacks. For all other blocks, the node's page ids are written into `rows`. `rows`
-        starts at the first block of the node."""
+        node takes the pages that it lacks. For the other pages of its full blocks, the node's page ids are written
+        into `rows`. `rows` starts at the first block of the node."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -216,7 +216,8 @@ class RadixTree(Checkpoints):
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
 
     def may_append(self, cursor: Node, owner: Owner) -> bool:
-        """Return whether `append_blocks` may add a block of `owner` to `cursor`, because only one sequence uses it."""
+        """Return whether `append_blocks` may add a block of `owner` to the node `cursor`. `_may_grow` has the
+        conditions, for example that no other sequence uses the node."""
         return self._may_grow(cursor, cursor, (0, None), owner)
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:

@@ -209,9 +209,9 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Do the work of `_leave_windows` for many sequences at once: in each sequence, release the one block that has left
-    the window. `rows` are the row numbers of the sequences. If sequences share a page, or if there are several
-    accounts, all sequences are processed one by one.
+    """Do the work of `_leave_windows` for many sequences at once: in each sequence, release the one block that has
+    left the window. `rows` are the row numbers of the sequences. If sequences share a page, if a page is
+    missing, or if there are several accounts, all sequences are processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:

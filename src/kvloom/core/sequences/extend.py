@@ -64,9 +64,9 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
-    """Reserve pages for `n` more tokens of many open sequences. `rows` contains the row numbers of the sequences. `n`
-    is one number, or an array with one number for each sequence. Returns the number of missing pages, or 0 on
-    success."""
+    """Reserve pages for `n` more tokens in each of many open sequences. `rows` contains the row numbers of the
+    sequences. `n` is one number, or an array with one number for each sequence. Returns the number of missing
+    pages, or 0 on success."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     n = n if isinstance(n, np.ndarray) else index(n)

@@ -156,9 +156,9 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Number of tokens that the live states cover. While drafts are verified, this number is smaller than
-        `length`. The next step then computes the tokens from `state_length` to `length` again in the recurrent
-        layers."""
+        """Number of tokens that the live states cover. A step that verifies a draft does not change the states, so the
+        number is smaller than `length` after such a step. The next step then computes the tokens from
+        `state_length` to `length` again in the recurrent layers."""
         return int(self.cache.block_tables.state_length[self._open_row()])
 
     @property
@@ -250,8 +250,8 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set `BlockTables.special` for a sequence that must be extended and committed alone. Such a sequence has a page
-    to copy, lacks its states, or has images that are not computed yet."""
+    """Update `BlockTables.special` of a sequence: whether it must be extended and committed alone. This is true if
+    the sequence has a page to copy, lacks its states, or has images that are not computed yet."""
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])
     if seq.media and not special:

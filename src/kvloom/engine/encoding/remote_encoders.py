@@ -114,10 +114,11 @@ class RemoteEncoders:
         self._lock = threading.Lock()  # guards the stats
 
     def request(self, image: Image, address: str | None = None) -> Future[torch.Tensor | None]:
-        """Start to request the embeddings of an image. The result is None if this worker must encode the image.
+        """Start to request the embeddings of an image, and return a future. The result of the future is None if this
+        worker must encode the image itself.
 
         `address` (host:port) names the encode worker. Without an address, the hash of the image selects an encode
-        worker. For an address that is not configured, the result is None.
+        worker. If the address is not configured, the result is None.
         """
         self._pending = {key: one for key, one in self._pending.items() if not one.done()}
         key = image_key(self._fingerprint, image.tenant, image.digest)
@@ -134,7 +135,8 @@ class RemoteEncoders:
 
     def _select(self, key: bytes) -> _EncodeWorker | None:
         """Return the encode worker that the key of an image selects, or None if all encode workers are paused. A key
-        always selects the same encode worker, unless that one is paused, so that its stored embeddings are found."""
+        always selects the same encode worker, so that embeddings stored there are found. While that encode worker
+        is paused, the key selects another one."""
         usable = [worker for worker in self._workers.values() if not worker.is_paused]
         return max(
             usable, key=lambda one: blake2b(key + one.address.encode(), digest_size=8).digest(), default=None
@@ -194,8 +196,8 @@ class RemoteEncoders:
 
     def _wait(self, tier: Tier, stored: Objects, sent: Objects, deadline: float) -> None:
         """Wait until the encode worker has stored the embeddings (`stored`). The encode worker drops the image
-        (`sent`) afterwards. If it has neither, it has refused the image or restarted. Raises PagesError in this case,
-        and after the deadline."""
+        (`sent`) afterwards. If it has neither image nor embeddings for LOST_SECONDS, it has refused the image or
+        restarted. Raises PagesError in this case, if the connection is lost, and after the deadline."""
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:

@@ -1,8 +1,9 @@
 """CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
-A graph computes a fixed number of tokens, one of SIZES. It has space for as many requests as tokens, so it fits any
-number of requests and any draft lengths. A request has up to `longest` tokens. Padding requests have one token each,
-or none. One pass computes all tokens of a request: recurrent layers store the state before the draft
+A graph computes a fixed number of tokens, one of SIZES. It has space for as many requests as tokens, so it
+fits any number of requests. A request may have any number of tokens up to `DraftGraphs.longest`. Padding
+requests of one token each fill the step up to the size of the graph, and all further requests are empty.
+One pass computes all tokens of a request: recurrent layers store the state before the draft
 (`StateRows.stored`) in the same pass.
 """
 

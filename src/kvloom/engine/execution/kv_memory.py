@@ -37,11 +37,14 @@ MAX_TOKENS = 131072
 class KVMemory:
     """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic` is the memory of the buffer if slabs can be added and removed, else None. `scales` are static scales, or
-    None for dynamic scales and unquantised pages. `vision` encodes images, or is None for a model without images.
-    `limit` is the largest number of tokens of a sequence, or None if the model has no limit. `budget` is the
-    measurement from which the pool size was computed, or None if the size was configured. If `batch_invariant` is
-    set, runners must use batch-invariant kernels.
+    | field             | meaning                                                                                |
+    |-------------------|----------------------------------------------------------------------------------------|
+    | `elastic`         | memory of the buffer if slabs can be added and removed, else None                      |
+    | `scales`          | static scales; None for dynamic scales and unquantised pages                           |
+    | `vision`          | encodes images; None for a model without images                                        |
+    | `limit`           | largest number of tokens of a sequence; None if the model has no limit                 |
+    | `budget`          | measurement that gave the pool size; None if the size was configured                   |
+    | `batch_invariant` | whether runners must use batch-invariant kernels                                       |
     """
 
     layout: PoolLayout

@@ -94,11 +94,19 @@ class ModelRunner:
         trees: bool = False,
         lora: AdapterSlots | None = None,
     ) -> None:
-        """If this runner runs a draft model, `target` is the runner of the target model. Both runners share the pool
-        and the buffers of batches. `drafts` limits the extra tokens of a step: draft tokens, and tokens that
-        recurrent layers compute again. `draft_length` is the largest number of draft tokens of a sequence. `trees`
-        means that drafts may be trees. `lora` has the slots of LoRA adapters. With `invariant`, a sequence gets
-        bit-identical results in every batch (CUDA only). `graphs` allows CUDA graphs.
+        """Create the runner of `model`.
+
+        | argument       | meaning                                                                                   |
+        |----------------|-------------------------------------------------------------------------------------------|
+        | `graphs`       | allows CUDA graphs                                                                        |
+        | `invariant`    | a sequence gets bit-identical results in every batch (CUDA only)                          |
+        | `drafts`       | largest number of extra tokens of a step: draft tokens, and tokens that recurrent layers  |
+        |                | compute again                                                                             |
+        | `target`       | for a draft model: the runner of the target model. Both runners share the pool and the    |
+        |                | buffers of batches                                                                        |
+        | `draft_length` | largest number of draft tokens of a sequence                                              |
+        | `trees`        | whether drafts may be trees                                                               |
+        | `lora`         | slots of LoRA adapters                                                                    |
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         self.mirror: Mirror | None = None
@@ -210,10 +218,10 @@ class ModelRunner:
         """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
         wait.
 
-        `wanted`, `whole` and `pooled` are indices of works. The first rows are the logits after the last token of
-        each work, or only of the works `wanted`. A work with drafts has one more row for each draft token. The next
-        rows are the logits after every token of the works `whole`. The hidden states of the works `pooled` are stored
-        in `hidden_states`.
+        `wanted`, `whole` and `pooled` are indices of works. The first rows of the result belong to the works
+        `wanted`, by default to all works. Each of these works has one row for its last token, and one more for each
+        draft token. The next rows belong to the works `whole`, which have one row for every token. The hidden
+        states of the works `pooled` are stored in `hidden_states`.
         """
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
@@ -424,9 +432,9 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device,
-        so that attention reads them once. If the step has the same sequences as the previous call, there is no new
-        search.
+        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device, so
+        that attention reads them once. If the sequences are the same as in the previous call, the previous result
+        is returned without a search.
         """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False

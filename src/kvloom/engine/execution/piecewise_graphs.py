@@ -99,8 +99,9 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size that fits a step. Return 0 if the step has too many tokens, or needs
-        logits at more positions than a graph computes. Each work needs one position, plus one per draft token.
+        """Return the smallest captured size that fits a step. Return 0 if the step has too many tokens, or needs logits
+        at more positions than a graph computes. A request of the step (an entry of `works`) needs one position, plus
+        one per draft token.
         """
         if sum(work.drafts + 1 for work in works) > len(self._last):
             return 0

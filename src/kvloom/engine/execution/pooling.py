@@ -17,10 +17,11 @@ PooledPrompt = tuple[Request, torch.Tensor]
 
 @torch.inference_mode()
 def pool_hidden_states(work: Sequence[Scheduled], states: Sequence[torch.Tensor]) -> list[PooledPrompt]:
-    """Add the hidden states of a step ([tokens, hidden] for each work) to the sums of their requests. Return the
-    requests whose prompt is now complete, with their embeddings. Does not wait for the device.
+    """Return the requests whose prompt this step completes, with their embeddings. `states` has the hidden states
+    of each entry of `work`: [tokens, hidden]. Does not wait for the device.
 
-    If a request computes its prompt again from the first token, its sum of hidden states starts again at zero.
+    With the pooling "mean", the hidden states are added to a sum that each request keeps between steps. If a
+    request computes its prompt again from the first token, its sum starts again at zero.
     """
     done = []
     for (request, part), rows in zip(work, states, strict=True):

@@ -250,11 +250,12 @@ class ColdPages:
         return found
 
     def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
-        """Return the blocks whose pages must be in the pool to resume at `position`, as (group, form, blocks). If a
-        block owns several pages in a group, the group has one entry for each. Pages of other blocks can stay cold.
+        """Return the blocks whose pages must be in the pool to resume at `position`. Each entry is (group, form,
+        blocks), where `form` is the byte layout of the pages. If a block owns several pages in a group, there is one
+        entry for each of these pages. Pages of other blocks can stay cold (in host memory).
 
-        A windowed group needs the blocks inside the window. A group with full attention needs only a partial last
-        block. A state group needs the last block.
+        A windowed group needs the blocks inside the window. A group with full attention needs only the last block,
+        and only if this block is partial. A state group needs the last block.
         """
         layout, block, forms = self._cache.layout, self._cache.block_tokens, self._forms_of(request)
         last = -(-position // block)
@@ -270,7 +271,7 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return the entries of `_visible_blocks`, each with the ids of the pages of these blocks in the pool."""
+        """Return the entries of `_visible_blocks`, each with one more element: the page ids of its blocks in the pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)

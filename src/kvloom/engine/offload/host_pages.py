@@ -55,11 +55,12 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return the forms of units, by form of the page in the pool. Tiers store each page as units.
+    """Return a mapping: form (byte layout) of a page in the pool → form of its units. Tiers store each page as
+    units.
 
-    A unit is a page of HASH_TOKENS tokens, in the form that pages have in a layout with blocks of
-    HASH_TOKENS tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if
-    the given layout already has blocks of HASH_TOKENS tokens.
+    A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
+    tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if `layout`
+    already has blocks of HASH_TOKENS tokens.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}

@@ -44,8 +44,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """Which tier has each page of a prompt that the pool lacks. `is_complete` is set when every tier has answered or is
-    late.
+    """Records which tiers have the pages that a prompt needs and the pool lacks. `is_complete` is set when every
+    tier has answered or is late.
     """
 
     plan: LoadPlan | None = None

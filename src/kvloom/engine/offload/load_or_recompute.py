@@ -92,8 +92,8 @@ class LoadOrRecompute:
     def may_wait(
         self, loaded_from: int, compute_seconds: Callable[[int], float] | None, max_lost: float, now: float
     ) -> bool:
-        """Start a wait, or continue it. Return whether the request may wait. It may if the time that it has lost so
-        far is at most `max_lost` seconds.
+        """Start or continue a wait for pages. Return whether the request may wait longer: whether the time that it has
+        lost so far (see `seconds_lost`) is at most `max_lost` seconds.
         """
         if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
             self._end_wait(self._loaded_at_wait, compute_seconds, now)  # the wait so far was for the lookup

@@ -82,8 +82,8 @@ class Step(Protocol):
 
 
 class WatchedTier(NamedTuple):
-    """A tier whose pages are published as events: its medium, the recorded changes of its pages, and the page forms of
-    each layer group.
+    """A tier whose pages are published as events. `changes` records the changes of its pages. `forms` has the forms
+    (byte layouts) of the pages of each layer group.
     """
 
     medium: str
@@ -185,9 +185,10 @@ class OffloadManager:
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
-        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first. If
-        another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Costs a match and a load plan.
-        Does nothing if host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs.
+        If another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Otherwise does nothing if
+        host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs. Costs a match and a load plan.
+
+        `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first.
         """
         if request.offers_pages:
             self._offering[request] = 0
@@ -260,8 +261,8 @@ class OffloadManager:
     def is_pending(self, request: Request, has_followers: bool) -> bool:
         """Return whether a waiting request must continue to wait for its pages.
 
-        `has_followers` means that other requests wait for the same pages. Pages whose copies are done then enter the
-        prefix cache at once.
+        `has_followers` means that other requests wait for the same pages. In this case, pages whose copies are done
+        enter the prefix cache during this call, and not only when the request is scheduled.
         """
         if request in self._hand_overs:
             return True
@@ -314,11 +315,12 @@ class OffloadManager:
         )
 
     def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
-        """Open the sequence of a long request so that it resumes after its pages in host memory. Return whether it was
-        opened.
+        """Open the sequence of a long request, so that the request resumes after its pages in host memory. Return
+        whether the sequence was opened.
 
-        Opens nothing if these pages cover at most `beyond` tokens, or if the pool lacks pages. `open_empty` opens an
-        empty sequence.
+        A request is long if its oldest pages may be in host memory (see `cold_pages.py`). Opens nothing if the pages
+        in host memory cover at most `beyond` tokens, or if the pool lacks pages. `open_empty` opens an empty
+        sequence.
         """
         began = time.monotonic()
         found = None if self.cold is None else self.cold.find(request, beyond)

@@ -194,8 +194,8 @@ class TierLoader:
     def _start(self, job: LoadJob) -> None:
         """Request the pages of a job from tiers, in chunks.
 
-        If the request must load all pages, these pages form one chunk. Otherwise pages before `_first_token` are not
-        requested, because the request computes these tokens meanwhile.
+        If the request must load all pages, these pages form one chunk. Otherwise only the pages from token
+        `_first_token` on are requested, because the request computes the tokens before it meanwhile.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
@@ -244,12 +244,16 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
-        computed from its start. The result is halfway between the end of the cached prefix and the position where
-        computed and loaded tokens are expected to meet.
+        computed from its start. The first row that applies gives the result:
 
-        If loading would save less than MIN_GAIN of the missing tokens, returns the end of the load plan. Nothing is
-        loaded then. Returns the end of the cached prefix if the request can wait, if its pages must not be stored, or
-        if too little was measured. All missing pages are loaded then.
+        | case                                                          | result                                      |
+        |---------------------------------------------------------------|---------------------------------------------|
+        | the request can wait, its pages must not be stored, or too    | the end of the cached prefix: all missing   |
+        | little was measured                                           | pages are loaded                            |
+        | loading would save less than MIN_GAIN of the missing tokens   | the end of the load plan: nothing is loaded |
+        | otherwise                                                     | halfway between the end of the cached       |
+        |                                                               | prefix and the position where computed and  |
+        |                                                               | loaded tokens are expected to meet          |
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -366,8 +370,8 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers. If a block owns several pages in the layer group, the result has
-        one entry for each. The first entry has the first page of every block, and so on."""
+        """Return missing pages as objects for tiers. The result has one entry for each page that a block owns in the
+        layer group. The first entry has the first page of every block, the second entry the second page, and so on."""
         group = pages.group.index
         tenant = _tenant(pages, job.request)
         return [Objects(pages.hashes, group, form, tenant) for form in self.forms_of(job.request)[group]]

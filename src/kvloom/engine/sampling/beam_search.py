@@ -46,8 +46,8 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that continues the beam in `slot` with `token`, one of its `candidates`. `total` is the cumulative
-    log-probability of the new beam."""
+    """A beam of the next length: the beam in `slot`, followed by `token`. `total` is the cumulative log-probability
+    of the new beam. `candidates` are the most likely next tokens of the beam in `slot`. `token` is one of them."""
 
     slot: S
     token: int
@@ -69,9 +69,11 @@ class Successor(Generic[S]):
 def assign_slots(
     slots: Many[S], successors: Many[Successor[S]]
 ) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
-    """Return the slots without a successor, and pairs of each successor with the slot in which it continues.
+    """Return two lists. The first has the slots whose beam has no successor. The second has a pair for each
+    successor: the slot in which it continues, and the successor.
 
-    The first successor of a slot stays in the slot. Its other successors fork into slots without a successor.
+    The first successor of a beam stays in the beam's slot. The other successors of the beam continue in slots of
+    the first list.
     """
     followed = {id(successor.slot) for successor in successors}
     spare = [slot for slot in slots if id(slot) not in followed]

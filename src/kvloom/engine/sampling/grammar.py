@@ -104,8 +104,8 @@ class GrammarLimits:
 
 class GrammarState:
     """The position of one output in its grammar. Not thread-safe. After `advance`, the next mask is `pending` until
-    the grammar's process has computed it. `collect` waits for the masks of several states. All other properties and
-    methods wait for the mask of this state.
+    the grammar's process has computed it. `collect` waits for the pending masks of several states at once.
+    Methods and properties of a state first wait for its own pending mask.
     """
 
     __slots__ = ("__weakref__", "_accepts", "_done", "_error", "grammar", "key", "mask", "pending")
@@ -166,11 +166,13 @@ class GrammarState:
         return other
 
     def follow(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[GrammarState]:
-        """Return the states after each prefix of `tokens`, for example after 1, 2 and 3 tokens. If `tokens` are a tree,
-        `parents` are the indexes of the parents, and the states are those after each node. This state does not change.
+        """Return the state after each prefix of `tokens`: after one token, after two tokens, and so on. If `tokens` are
+        a draft tree, `parents` has the index of each token's parent (-1: the token before the tree), and the result
+        has the state after each node. This state does not change.
 
-        Returns [] if the first token is not allowed. The masks of the new states are pending. If a later token is not
-        allowed, the states after it fail when their masks arrive.
+        The masks of the new states are pending. If a token is not allowed, the states after it fail when their masks
+        arrive. Returns [] if this state has failed, or if the first token of a chain (without `parents`) is not
+        allowed.
         """
         self._settle()
         states: list[GrammarState] = []
@@ -241,7 +243,7 @@ class Grammar:
         return GrammarState(self, self.next_key(), *self._first)
 
     def check(self) -> None:
-        """Raise ValueError if the grammar failed, and GrammarBusyError if it may succeed later."""
+        """Raise an error if the grammar failed: GrammarBusyError if it may succeed later, else ValueError."""
         if self.error:
             raise (GrammarBusyError if self.busy else ValueError)(self.error)
 

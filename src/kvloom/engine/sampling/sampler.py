@@ -317,7 +317,8 @@ def _bad_tokens(request: SamplingRequest) -> list[int]:
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """Yield the requests that are sampled, grouped by the number of most likely tokens to sort."""
+    """Yield the requests that are not greedy, grouped by the number of most likely tokens from which they sample
+    (see `_Draw`)."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:

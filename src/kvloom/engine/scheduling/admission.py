@@ -132,8 +132,8 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return the number of blocks that long requests have in the pool beyond `resident_tokens`. These blocks can
-        become cold.
+        """Return how many blocks in the pool can be moved to host memory (become cold). These are the blocks beyond
+        `resident_tokens` of running requests that are long or may become long.
         """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(

@@ -30,8 +30,8 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Raise ValueError for a request that can never run. Return whether the request needs cold pages at its largest
-        length.
+        """Raise ValueError for a request that can never run. Return whether the request needs cold pages (pages in host
+        memory) at its largest length, because the pool or the quota of its tenant is too small.
 
         If the pool can grow to `reachable_slabs` slabs, this number counts instead of the pool's present number of
         slabs.

@@ -266,12 +266,12 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` is before
-        `below` are considered. `empty` means that no request ran when the step began.
+        """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` (sort key)
+        is before `below` are considered. `empty` means that no request ran when the step began.
 
-        A request stays in the queue if another request computes or loads its next block (`next_blocks`). It also
-        stays if another request will take a checkpoint at which it can resume. No page is therefore computed or
-        loaded twice.
+        A waiting request stays in the queue in two cases. Another request computes or loads its next block
+        (`next_blocks`), or another request will take a checkpoint at which the waiting request can resume. No page
+        is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -349,9 +349,10 @@ class Scheduler:
         return Counter(request.adapter.digest for request in used if request.adapter is not None)
 
     def _lacks_slot(self, request: Request) -> bool:
-        """Return whether a waiting request must wait for a slot of its adapter. The adapter with the fewest running
-        requests then gets no new requests in this step, so that its slot becomes free. Only requests behind the waiting
-        request are affected."""
+        """Return whether a waiting request must wait for a slot for its LoRA adapter.
+
+        The first request of a step that must wait chooses the adapter with the fewest running requests. Requests for
+        this adapter are then not admitted later in the step, so that its slot becomes free."""
         if request.adapter is None or self.adapters is None:
             return False
         if request.adapter.digest == self._drained:
@@ -497,8 +498,8 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request))
 
     def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
-        """Return the sort key of running requests when pages are short. Requests of tenants within their share get
-        pages first.
+        """Return the sort key of a running request, used if several tenants share the pool. Requests of tenants within
+        their share come first and get pages first.
         """
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
@@ -610,8 +611,9 @@ class Scheduler:
             )
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Recurrent
-        states of running requests are dropped, because they may include tokens that were not committed.
+        """Discard a failed step. All running requests except parked beams wait again, and recompute all tokens that are
+        not cached. Their recurrent states are dropped, because the states may include tokens that were not
+        committed.
         """
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
@@ -659,8 +661,8 @@ class Scheduler:
         self._queue.tenant_queue(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
-        """Continue beams with their successors, and return the slots of the successors. The first successor of a
-        slot stays in the slot. The other successors fork into slots without a successor.
+        """Continue beams with their successors, and return the slots of the successors. The first successor of a beam
+        stays in the beam's slot. Its other successors continue in slots whose own beam has no successor.
         """
         spare, seats = assign_slots(slots, successors)
         for slot in spare:
@@ -890,8 +892,8 @@ class Scheduler:
         return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request. The cold pages of running
-        requests at their expected lengths are counted, too."""
+        """Return whether host memory has space for the cold pages of a long request, together with the cold pages of
+        all running long requests. All requests are counted at their expected lengths."""
         others = [one for one in self.running if one.is_long]
         if self.offload is None or self.offload.cold is None or not others:
             return self.offload is not None and self.offload.cold is not None

@@ -233,8 +233,9 @@ class SloGate:
 
 
 def _seconds_left(request: Request, now: float) -> float:
-    """Return the seconds until the first token of a waiting request is due. Infinite if the request has no TTFT
-    objective, or has a deadline."""
+    """Return the seconds until the first token of a waiting request is due. Return infinity if the request has no
+    TTFT objective. Also return infinity if it has a deadline, because its TTFT then counts only from the end of
+    its wait."""
     slo = request.slo
     if slo is None or slo.objective.ttft_ms is None or slo.objective.deadline_ms is not None:
         return math.inf

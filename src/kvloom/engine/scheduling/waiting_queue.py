@@ -135,7 +135,8 @@ class WaitingQueue:
         return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 
     def nearest(self, most: int) -> list[Request]:
-        """Return up to `most` requests that will be scheduled soon, with the same number for each tenant."""
+        """Return about `most` requests that will be scheduled soon. From each tenant, return up to `most` / number of
+        tenants, rounded up."""
         heaps = [tenant.heap for tenant in self._active if tenant.heap]
         each = -(-most // max(1, len(heaps)))
         return [

@@ -48,11 +48,15 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 @dataclass(slots=True)
 class Estimate:
-    """Estimates about the drafts of a proposer. `found` is the probability that the proposer has a draft for a
-    request. `chance` is the probability that one more token of a draft is accepted. Both are moving averages. For
-    drafts with `Draft.chances`, `chance` is the number of accepted tokens divided by the sum of these chances.
-    `unused` is the position and the tokens of a draft that was made while the proposer is off. No step verifies this
-    draft. A review compares it with the output that the request generates.
+    """Estimates about the drafts of a proposer. `found` and `chance` are moving averages.
+
+    | field    | meaning                                                                                           |
+    |----------|---------------------------------------------------------------------------------------------------|
+    | `found`  | probability that the proposer has a draft for a request                                           |
+    | `chance` | probability that one more token of a draft is accepted; for drafts with `Draft.chances`: number   |
+    |          | of accepted tokens / sum of these chances                                                         |
+    | `unused` | position and tokens of a draft that was made while the proposer is off; no step verifies it, but  |
+    |          | a review compares it with the output of the request                                               |
     """
 
     chance: float = PRIOR
@@ -122,8 +126,8 @@ UNTRIED = Estimate()
 
 
 class StepCosts:
-    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`. Sizes that were not
-    measured have the times of `others`.
+    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`. For a size that
+    was not measured, the time in `others` (another `StepCosts`) is used.
     """
 
     def __init__(self, others: StepCosts | None = None) -> None:
@@ -177,8 +181,8 @@ class _TurnedOff:
 class Controller:
     """Decides the draft lengths of a step, for each proposer.
 
-    `lookups` are the proposers that need no device. Their drafts are compared with the output while they are off
-    (`review`). Other proposers are tried every PROBE_STEPS steps instead.
+    `lookups` are the proposers that need no device. While a lookup is off, its drafts are compared with the
+    output (`review`). Any other proposer that is off is tried every PROBE_STEPS steps instead.
     """
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
@@ -231,7 +235,8 @@ class Controller:
         return due
 
     def review(self, proposer: str, value: float) -> None:
-        """Decide again about a proposer that is off, if its `value` (see `Estimate`) has risen by RISE."""
+        """Allow a new decision about a proposer that is off, if `value` is larger by RISE than when the proposer was
+        turned off. `value` is the mean `Estimate.value`, or the mean share of accepted tokens in reviewed drafts."""
         off = self._off.get(proposer)
         if off is not None and value > off.value + RISE:
             del self._off[proposer]

@@ -1,19 +1,20 @@
 """The draft model proposer: a small model with the same vocabulary guesses, token by token.
 
-The layers of the draft model are groups of the target's pool. A block has pages of both models, which are hashed,
-cached, evicted and offloaded together. A hit therefore restores both models, and the draft model must compute every
-token that the target computes:
+The layers of the draft model are groups of the target's pool. A block has pages of both models, which are
+hashed, cached, evicted and offloaded together. A hit therefore restores both models, and the draft model
+must compute every token that the target computes:
 
     prompt tokens          in the target's step
     tokens of own drafts   while the draft is proposed
-    other output tokens    with tiers: in the target's step; without tiers: together, before the request's next draft
+    other output tokens    with tiers: in the target's step; without tiers: together, before the next draft
 
-To propose a draft of k tokens, the draft model runs k times. The tokens stay on the device in between.
+To propose a draft of k tokens, the draft model runs k times. The tokens stay on the device in between. With
+tiers, one more run computes the last draft token.
 
-    run 1: the request's last token → d1     run 2: d1 → d2     …     run k: dk-1 → dk
+    run 0: the request's last token → d1     run 1: d1 → d2     …     run k-1: dk-1 → dk
 
-Draft tokens are sampled with the same parameters and noise as the target's tokens. If the distributions of both
-models agree, both models choose the same token.
+Draft tokens are sampled with the same parameters and noise as the target's tokens. If the distributions of
+both models agree, both models choose the same token.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class DraftModelProposer:
     ) -> None:
         """`sampled` are the target's tokens of the previous step, on the device.
 
-        If `complete`, the draft model computes every output token in the step that produced it, because tiers store
-        its pages. Otherwise it computes the last token of a draft, and output tokens without drafts, only before
-        the next draft.
+        If `complete`, the draft model has computed every token that the target has computed, because tiers store the
+        pages of both models. Otherwise the draft model computes two kinds of tokens only before the next draft: the
+        last token of a draft, and output tokens without drafts.
         """
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
@@ -170,8 +171,8 @@ class DraftModelProposer:
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
         """Return the input of a request for run `step` of the draft model. Run 0 computes the tokens that the draft
-        model lacks, and the request's last token. Each later run computes the token that the previous run has
-        sampled, at index `place`.
+        model lacks, and the request's last token. Each later run computes the token that the previous run sampled
+        for the request. `place` is the index of this token among the sampled tokens.
         """
         sequence = request.sequence
         assert sequence is not None

@@ -109,7 +109,8 @@ class HeadProposer(DraftModelProposer):
         self._compute([(request, part) for request, part in work if self._complete or id(request) not in own])
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If this proposer made the draft (`own`), record that the head must compute the accepted tokens again."""
+        """If this proposer made the draft (`own`), record that the head must compute the accepted tokens again. Does
+        nothing if the proposer is `complete`, because `step_computed` has then computed them again already."""
         if own and accepted and not self._complete:
             self._lacks(request, request.computed - accepted)
 

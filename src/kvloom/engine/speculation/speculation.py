@@ -47,9 +47,14 @@ def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of verified drafts. `steps` is the number of steps with drafts, `rows` the number of drafts, and
-    `tokens` the number of tokens that they gave: the accepted tokens, and one sampled token per draft. `proposed` and
-    `accepted` count draft tokens by position in the draft (depth in a tree)."""
+    """Counts of verified drafts.
+
+    | field                  | meaning                                                                             |
+    |------------------------|-------------------------------------------------------------------------------------|
+    | `steps`                | number of steps with drafts                                                         |
+    | `rows`                 | number of drafts                                                                    |
+    | `tokens`               | output tokens from these drafts: the accepted tokens, and one sampled token a draft |
+    | `proposed`, `accepted` | number of draft tokens by position in the draft (depth in a tree)                   |"""
 
     steps: int = 0
     rows: int = 0
@@ -178,8 +183,9 @@ class Speculation:
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _review(self, controller: Controller, proposer: Proposer, running: Sequence[DraftedRequest]) -> None:
-        """Compare drafts of a lookup that is off with the tokens that the requests then generated. Each call
-        reviews some requests, and later calls the others. The device computes nothing for this.
+        """Compare earlier drafts of a lookup that is off with the tokens that the requests have generated since. Make
+        new drafts for the next comparison. Each call reviews only some requests, and the next call continues after
+        them. The device computes nothing for a review.
         """
         started, shares = time.perf_counter(), []
         for _ in range(len(running)):
@@ -260,8 +266,8 @@ class Speculation:
     def add_trees(
         work: Sequence[tuple[R, Work]], drafts: dict[int, Draft], supported: bool
     ) -> list[tuple[R, Work]]:
-        """Return scheduled work to which the parents of draft trees are added. If the step does not support trees
-        (`supported` is False), each tree is replaced by its best path, in the work and in `drafts`."""
+        """Return the scheduled work, with the parents of each draft tree added. If the step does not support trees
+        (`supported` is False), replace each tree by its best path instead, in the returned work and in `drafts`."""
         shaped = []
         for request, part in work:
             if part.drafts and (draft := drafts[id(request)]).parents:

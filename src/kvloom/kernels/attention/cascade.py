@@ -92,10 +92,10 @@ def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
     """Return those of `runs` that are also shared in the layers of a windowed group. `tables` are the block tables
-    of the group.
+    of the group. `first` is the first visible token of each sequence.
 
-    `first` is the first visible token of each sequence. If the visible page ids of the members differ, the run and
-    all deeper runs of these members are left out. Each member then reads the tokens of these runs alone.
+    If the visible page ids of a run's members differ, the run and all deeper runs of these members are left out.
+    Each member then reads the tokens of these runs separately.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()
@@ -162,11 +162,11 @@ class SharedRuns:
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Copy the shared runs to the device. `starts` has the index in q of each sequence's first query. The copy
-        is queued on the current stream, and the call does not wait. Return the runs that fit into the buffers.
+        """Copy the shared runs to the device. `starts` has the index in q of each sequence's first query. The copy is
+        queued on the current stream, and the call does not wait. Return the runs that fit into the buffers.
 
-        If a run does not fit, the deeper runs of its members are skipped, too. Each sequence reads the tokens of
-        skipped runs alone.
+        If a run does not fit, the deeper runs of its members are skipped, too. Each member reads the tokens of
+        skipped runs separately.
         """
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)

@@ -18,15 +18,20 @@ SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens that each query sees, and changes to its scores. `span` is the visibility rule of the layer.
-    `softcap` is the limit of the scores' absolute value.
+    """The tokens that each query sees, and changes to its scores.
 
-    `sinks` ([heads]) are logits that count in the softmax but have no value vector. `spans` ([queries]) are image ids,
-    -1 for text. Queries of the same image see each other in both directions.
+    | field                               | meaning                                                             |
+    |-------------------------------------|---------------------------------------------------------------------|
+    | `span`                              | visibility rule of the layer                                        |
+    | `softcap`                           | limit of the scores' absolute value                                 |
+    | `sinks` ([heads])                   | logits that count in the softmax but have no value vector           |
+    | `spans` ([queries])                 | image ids, -1 for text; queries of the same image see each other in |
+    |                                     | both directions                                                     |
+    | `trees` ([queries, longest], uint8) | draft trees                                                         |
 
-    `trees` ([queries, longest], uint8) are the draft trees. `trees[i, j]` is 0 if query i does not see query j of its own
-    sequence. Otherwise it is 1 plus the position of query j, counted from the first query of the sequence. Two branches
-    of a tree have the same positions in different slots. Windows count positions, not slots. Every query sees itself.
+    `trees[i, j]` is 0 if query i does not see query j of its own sequence. Otherwise it is 1 plus the position
+    of query j, counted from the first query of the sequence. Every query sees itself. Branches of a tree have
+    the same positions, but different slots. Windows count positions, not slots.
     """
 
     span: Visibility = FULL

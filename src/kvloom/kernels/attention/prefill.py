@@ -65,9 +65,9 @@ step, the decoding sequences come first."""
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of `tile.rows` query
-    rows. If the tokens of a block are split over several programs, each program has a partial result. `parts` and
-    `part_lse` are buffers for partial results, and `joins` lists how to merge them."""
+    """The arguments of one launch of the attention kernel over pages. A block is a group of `tile.rows` query
+    rows, and `blocks` lists the blocks. The tokens of a block may be split over several programs. Each of these
+    programs then writes a partial result to `parts` and `part_lse`. `joins` lists which partial results to merge."""
 
     tile: BlockTile
     blocks: torch.Tensor
@@ -77,10 +77,11 @@ class _Blocks:
 
 
 class PrefillPlan:
-    """Attention of packed queries under one visibility rule (`span`).
+    """Computes attention of packed queries under one visibility rule (`span`).
 
-    `backend`, `tile` (for attention over pages) and `gathered_tile` (over gathered K and V) override the automatic
-    choice. `libraries` are attention libraries that compete with our kernels. They are timed, and the fastest
+    By default, the plan chooses a backend and a tile for each step. `backend`, `tile` and `gathered_tile` override
+    these choices. `tile` is for attention over pages, and `gathered_tile` for attention over contiguous copies of K
+    and V. `libraries` are attention libraries that compete with our kernels. They are timed, and the fastest
     candidate computes the step. The default is all installed libraries, or none if a backend or tile is given.
     """
 
@@ -197,7 +198,8 @@ class PrefillPlan:
     def _measure_libraries(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the fastest library for this step. Returns None if our kernels are faster or the step is too small."""
+        """Return the fastest library for this step. Returns None if our kernels are faster, if no library supports the
+        step, or if the step is too small to measure."""
         shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
         if rows.count_pairs(self._span) < MIN_LIBRARY_PAIRS / shape.heads:
             return None
@@ -277,8 +279,9 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return three values: the backend, the sequences that run over pages, and the sequences that the backend
-        computes. `unscaled` states that pages have no scales."""
+        """Return three values: a backend, the sequences that the kernel over pages computes, and the sequences that the
+        backend computes. If the backend is "pages", the last list is empty. `unscaled` states that pages have no
+        scales."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
@@ -307,8 +310,9 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Copy the image ids `spans` to the device. `host` has the same ids on the host. Also compute the last token
-        that each query of an image sees, which is the last token of the image."""
+        """Copy the image ids `spans` to the device. `host` has the same ids on the host. Also compute `_reach`: for
+        each query of an image, the position of the image's last token, which is also the last token that the query
+        sees."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)

@@ -1,17 +1,17 @@
-"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing and
-does not import Triton.
+"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing
+and does not import Triton.
 
-| backend     | reads                              | supports                                                          |
-|-------------|------------------------------------|-------------------------------------------------------------------|
-| pages       | pages in place                     | everything                                                        |
-| descriptors | a contiguous copy per sequence     | half precision; windows, chunks and sinks; any mix of lengths     |
-| cudnn       | a contiguous copy per sequence,    | half precision; sinks. Runs torch's cuDNN operator, which is the  |
-|             | in batches of equal size           | fastest for large batches                                         |
+| backend     | reads                           | supports                                                   |
+|-------------|---------------------------------|------------------------------------------------------------|
+| pages       | pages in place                  | everything                                                 |
+| descriptors | a contiguous copy per sequence  | half precision; windows, chunks, sinks; any mix of lengths |
+| cudnn       | a contiguous copy per sequence, | half precision; sinks. Runs torch's cuDNN operator, which  |
+|             | in batches of equal size        | is the fastest for large batches                           |
 
-To gather is to copy tokens from pages to contiguous memory. In a window, only the tokens visible in the step are
-gathered. If no sequence of a step is longer than the window, attention is treated as full. cuDNN takes 40
-milliseconds on the host to plan a new size. It is therefore used only for round sizes, which repeat from chunk to
-chunk.
+To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that
+some query of the step sees are gathered. If no sequence of a step is longer than the window, attention is
+treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for round
+sizes (see `cudnn_batches`), because the chunks of a prompt often have the same round size.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> Blo
     """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
     Heads of more than 128 dims need 8 warps, because the registers of 4 warps are too few for the outputs of a
-    block. For heads of up to 64 dims, a tile has more tokens if queries see many tokens, and fewer in a narrow
-    window.
+    block. A tile usually reads 64 tokens at a time. For heads of up to 64 dims, it reads 128 tokens if queries see
+    many tokens, and 32 tokens in a narrow window.
     """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
@@ -266,10 +266,15 @@ def span_list(
 ) -> Lists:
     """Return the list of blocks (groups of query rows) for `attend_gathered`, longest blocks first.
 
-    Each array has one value per sequence. `firsts` has the index in q of the first of its `queries` queries. The
-    gathered K and V of a sequence begin at token `bases` and have `tokens` tokens. The first `context_lengths` of
-    these tokens precede the queries. `rows` is the number of query rows of a block, and `group` the number of query
-    heads per KV head.
+    Each array has one value per sequence:
+
+    - `queries`: the number of queries.
+    - `firsts`: the index in q of the first query.
+    - `bases`: the index of the sequence's first token in the gathered K and V.
+    - `tokens`: the number of gathered tokens.
+    - `context_lengths`: how many of the gathered tokens precede the queries.
+
+    `rows` is the number of query rows of a block, and `group` the number of query heads per KV head.
     """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
@@ -311,8 +316,9 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group neighbouring sequences with equal numbers of queries and context tokens into batches. Return no batches
-    if any number is not round. A number is round if it is a multiple of `_even_size`."""
+    """Group neighbouring sequences with equal numbers of queries and context tokens into batches. Return an empty list
+    if any of these numbers is not round. `_even_size` returns a unit for each number. A number is round if it is a
+    multiple of its unit."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []

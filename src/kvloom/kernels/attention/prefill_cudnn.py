@@ -51,9 +51,9 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages, and `places` the
-    queries of each sequence in q. `triton_gathered` describes both lists. `first` is the index in q of the batch's
-    first query."""
+    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages. `places` lists, for each
+    sequence, where its queries are in the batch and in q. `triton_gathered` describes the fields of both lists.
+    `first` is the index in q of the batch's first query."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -146,7 +146,8 @@ def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Te
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run cuDNN over [batch, tokens, heads, dim]. Return outputs in the same order of dimensions."""
+    """Run cuDNN on q, k and v, each [batch, tokens, heads, dim]. Return the outputs in the same layout, and the
+    log-sum-exps [batch, tokens, heads]."""
     out, lse = cudnn_attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=scale
     )

@@ -58,9 +58,9 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` sequences. `new_k` and `new_v` are the keys and values of the new
-        tokens, or None. They are read directly if no sequence has context. Otherwise all tokens are gathered from
-        pages."""
+        """Compute attention of the `chosen` sequences. `new_k` and `new_v` are the keys and values of the new tokens,
+        or None. They are read directly if no sequence has context and both satisfy `fits_descriptor`. Otherwise all
+        tokens, new ones included, are gathered from pages."""
         out, lse = call.outputs()
         if self._fresh is None:
             self._fresh = not rows.context_lengths[chosen].any()

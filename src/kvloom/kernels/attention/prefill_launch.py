@@ -50,10 +50,11 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Compute attention of every block over its pages. Results of whole blocks are written to `out`. Partial
-    results of split blocks are written to `parts`.
+    """Compute attention of every block over its pages. Results of whole blocks are written to `out`. Partial results
+    of split blocks are written to `parts`.
 
-    `span` is the visibility rule of the mask, or full if no sequence is longer than the window.
+    `span` is used instead of the visibility rule in `mask`. It is the same rule, or full attention if no sequence
+    is longer than the window.
     """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
@@ -152,9 +153,9 @@ def merge_parts(
     """Merge the attention results `a` and `b` over two sets of tokens into packed `out` and `lse`. Without `b`, only
     `a` is copied.
 
-    Results are [batch, tokens, heads, dim] with a dense last dimension, and log-sum-exps are [batch, tokens, heads].
-    `places` lists where the queries of each sequence are (see `triton_gathered`). `longest` is the largest number of
-    queries of one sequence.
+    `a` and `b` are [batch, tokens, heads, dim] with a dense last dimension. Their log-sum-exps are [batch, tokens,
+    heads]. `places` lists, for each sequence, where its queries are in the batch and in `out` (see
+    `triton_gathered`). `longest` is the largest number of queries of one sequence.
     """
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](

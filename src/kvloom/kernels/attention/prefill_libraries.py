@@ -84,8 +84,8 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """An attention library. It computes causal attention of packed queries over pages. The last query of a sequence
-    sees all tokens of the sequence."""
+    """An attention library. It computes causal attention of packed queries over pages. The queries of a sequence
+    belong to its last tokens."""
 
     name: str
 
@@ -224,8 +224,9 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """Return the key of the step's size class. Steps with the same shape, and with sizes within a factor of two,
-    have the same key."""
+    """Return the key of the step's size class. Steps have the same key if their layers have the same properties and
+    each of their sizes has the same number of bits. The sizes in one class therefore differ by less than a factor
+    of two."""
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),

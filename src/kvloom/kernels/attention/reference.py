@@ -281,8 +281,8 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """Return which tokens each query sees, as a mask [n pieces, c queries, t tokens]. Token positions count from
-    the first block of the piece."""
+    """Return which tokens each query sees, as a mask [n pieces, c queries, t tokens]. The first of the t tokens is the
+    first token of the piece's first block."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position

@@ -42,8 +42,9 @@ pipeline stages."""
 
 @triton.jit
 def _peek(pointer):
-    """Read one int32 of the work list. The next address depends on it, so a pipelined loop must not load it in
-    advance. On a GPU, inline assembly prevents this."""
+    """Read one int32 of the work list. Addresses in the next round of the loop depend on this value, so a pipelined
+    loop must not turn this read into an early load. On a GPU, the read is inline assembly, which the pipeline does
+    not move."""
     if INTERPRETED:
         return tl.load(pointer)
     else:

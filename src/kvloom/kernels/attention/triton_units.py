@@ -232,7 +232,8 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` (at most MOST) into a high and a low part, [..., 2], so that x = high + low / LOW. A later
+    """Split `x` into a high and a low part, [..., 2], so that x = high + low / LOW. LOW is LOW_INT8 for int8 and
+    LOW_FP8 for fp8. The absolute value of `x` must be at most 127 for int8, and at most 256 for fp8. A later
     conversion to DTYPE makes each part an 8-bit value. The error is at most the error of 16-bit values."""
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
@@ -292,9 +293,10 @@ def step_8bit(
     """Process one unit of 8-bit pages for few query rows. The token dimension of V is dense. The tensor cores read K
     and V directly.
 
-    Queries and weights are split into two 8-bit parts each, so they are as exact as 16-bit values (see `two_parts`).
-    `q_size` scales the products of queries and keys. The running sum `weight` is MOST times too large, and the
-    weighted sums of values are MOST * LOW times too large.
+    Queries and weights are split into two 8-bit parts each, so they are as exact as 16-bit values (see
+    `two_parts`). `q_size` scales the products of queries and keys. The running sum `weight` is too large by the
+    factor 127 for int8, and 256 for fp8. The weighted sums of values are too large by 127 * LOW_INT8 for int8, and
+    256 for fp8.
     """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE

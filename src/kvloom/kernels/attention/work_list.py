@@ -45,9 +45,9 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
     """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
     With few query rows, memory is the bottleneck. A unit then has about 32 KiB, and two programs run per
-    multiprocessor. For 8-bit values in long pages, three programs are faster, because one computes while others
-    load. With many query rows, arithmetic is the bottleneck, and tiles have more rows. `beside` states that two
-    launches share the multiprocessors, so each uses fewer programs.
+    multiprocessor. For 8-bit values in pages of 64 tokens or more, three programs are faster, because one computes
+    while others load. With many query rows, arithmetic is the bottleneck, and tiles have more rows. `beside` states
+    that two launches share the multiprocessors, so each uses fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.

@@ -198,8 +198,8 @@ class Copier:
     def _host_rows(
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
-        """Check `host`, and return the numbers of its `count` rows to copy. With `once`, raises an error if two of
-        these rows are equal."""
+        """Check `host`, and return the `count` row numbers of `host` that are copied. With `once`, raises an error if
+        a row number occurs twice."""
         if (
             self._checked_host is None or self._checked_host() is not host
         ):  # the check asks the driver, which takes as long as many copies

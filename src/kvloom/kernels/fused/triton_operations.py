@@ -217,7 +217,7 @@ def _norm_turn(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
-    """Triton version of `fused.rms_norm`. Copies x first if tokens and heads do not have regular strides."""
+    """Triton version of `fused.rms_norm`. Copies x first if its strides do not allow a view as [tokens, heads, dim]."""
     tokens = _walk(x)
     if tokens is None:
         x = x.contiguous()
@@ -227,7 +227,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
 
 
 def rms_norms(x: torch.Tensor, first: int, norms: Any) -> torch.Tensor:
-    """Triton version of `fused.rms_norms`. Both norms must have the same eps and form."""
+    """Triton version of `fused.rms_norms`. Both norms must have the same `eps` and the same `form` (see `NormForm`)."""
     weights, norm = (norms[0].weight, norms[1].weight), norms[0]
     return _norm_rows(x, weights, norm.eps, norm.form == "gemma", first, x.shape[1], *x.stride()[:2])
 
@@ -295,8 +295,8 @@ def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton version of `fused.apply_rotary` for a batch of size 1, [1, heads, tokens, dim]. Outputs are stored as
-    [tokens, heads, dim]. `norms`, if given, holds the norm of q and the norm of k. Both must have the same eps and
-    form.
+    [tokens, heads, dim]. `norms`, if given, holds the norm of q and the norm of k. Both must have the same `eps`
+    and the same `form` (see `NormForm`).
     """
     _, heads, tokens, dim = q.shape
     kv_heads, half = k.shape[1], dim // 2

@@ -39,7 +39,7 @@ class AdapterRows:
 
     @classmethod
     def on_host(cls, slots: npt.NDArray[np.integer]) -> AdapterRows:
-        """Return the rows of a step on a CPU. `slots` has the slot of each token."""
+        """Return the `AdapterRows` of a step that runs on a CPU. `slots` has the adapter slot of each token."""
         groups: list[tuple[int, slice | torch.Tensor]] = []
         for slot in np.unique(slots).tolist():
             if slot:
@@ -51,13 +51,13 @@ class AdapterRows:
 
     @classmethod
     def of(cls, slots: torch.Tensor) -> AdapterRows:
-        """Return the rows of a step on the device of `slots`, which has the slot of each token. Does not wait for a
-        GPU."""
+        """Return the `AdapterRows` of a step that runs on the device of `slots`. `slots` has the adapter slot of each
+        token. Does not wait for a GPU."""
         return cls.sorted_by_slot(slots) if slots.is_cuda else cls.on_host(slots.numpy())
 
     @classmethod
     def sorted_by_slot(cls, slots: torch.Tensor) -> AdapterRows:
-        """Return the rows of a step for the kernels of a GPU."""
+        """Return the `AdapterRows` of a step that runs on a GPU. `slots` has the adapter slot of each token."""
         found, order = torch.sort(slots, stable=True)
         return cls(len(slots), (), order, found)
 
@@ -104,7 +104,8 @@ class LowRankWeights:
         return sum(one.numel() * one.element_size() for one in (self.a, self.b))
 
     def column_blocks(self) -> npt.NDArray[np.int32]:
-        """Return the blocks of columns that the second product computes. A block never spans two parts."""
+        """Return the blocks of output columns that the programs of the second product (`expand`) compute. Each row of
+        the result has the first column, the end and the part of a block. A block never spans two parts."""
         blocks = [
             (first, part.stop, place)
             for place, part in enumerate(self.columns)
@@ -119,8 +120,8 @@ class LowRankWeights:
             self.b[slot - 1].zero_()
 
     def load(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copy the weights of an adapter for one part to a slot that was cleared. `a` has the shape [rank, inputs],
-        and `b` [outputs, rank]. `b` includes the scale of the adapter."""
+        """Copy the weights of an adapter for one part to a slot. The slot must be empty (see `clear`). `a` has the
+        shape [rank, inputs], and `b` [outputs, rank]. `b` includes the scale of the adapter."""
         rank = len(a)
         if rank > self.rank:
             raise ValueError(f"an adapter of rank {rank} does not fit slots of rank {self.rank}")

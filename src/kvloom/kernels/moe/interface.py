@@ -48,7 +48,7 @@ class Tile:
     described: bool = True
 
     def with_fitting_stages(self, itemsize: int) -> Tile:
-        """Return the tile with as many stages as fit into shared memory."""
+        """Return the tile, with fewer pipeline stages if not all of its stages fit into shared memory."""
         stage = (self.rows + 2 * self.columns) * self.depth * itemsize
         stages = max(1, min(self.stages, SHARED_MEMORY // stage))
         return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
@@ -221,8 +221,8 @@ def choose_experts(
     logits: torch.Tensor, routing: Routing, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the experts of each token from `logits` [tokens, experts]. Return their weights [tokens, picked] in
-    `dtype`, and their indices. `bias` [experts] is added to the scores for the selection only. Among equal values, a
-    GPU selects the first."""
+    `dtype`, and their indices. `bias` [experts] is added to the scores for the selection, but not to the weights.
+    Among experts with equal scores, a GPU selects the first, and a CPU may select any."""
     tokens, experts = logits.shape
     each = experts // routing.groups
     if not 0 < routing.picked <= routing.kept * each or each * routing.groups != experts:

@@ -43,8 +43,8 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one chunk that selected one expert to the tile rows of this expert. The pairs keep their
-    order. Grid: (expert, chunk)."""
+    """Each program handles one expert and one chunk of pairs. It writes the pairs of the chunk that have this expert
+    to the tile rows of the expert, in the same order. Grid: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -315,8 +315,8 @@ def down(
 
 
 def sum_parts(parts: torch.Tensor, weights: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]. With `into`, add the sum to it in
-    place."""
+    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]. With `into`, add the sum to `into`
+    in place and return `into`."""
     tokens, picked = weights.shape
     dim = parts.shape[1]
     out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device) if into is None else into

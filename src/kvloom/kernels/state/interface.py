@@ -213,9 +213,10 @@ def delta_rule(
     """Gated delta rule with q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value
     heads]. The result has the shape of v.
 
-    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
-    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
-    heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
+    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads,
+    dk], Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads
+    / key heads). `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale`
+    (default dk ** -0.5).
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(

@@ -79,7 +79,8 @@ class FusedLatentAttention:
         return module.o_proj(found.reshape(1, tokens, -1)), None
 
     def _rotary(self, angles: Angles) -> Rotary | None:
-        """Return the rotation of a step, or None if its angles have another layout. Copies nothing."""
+        """Return the rotation of a step from its `angles`: one complex tensor, or cos and sin. Return None if their
+        shapes are not supported. Copies nothing."""
         if isinstance(angles, torch.Tensor):
             if not angles.is_complex() or angles.dim() != 3 or 2 * angles.shape[2] != self._rotated:
                 return None
@@ -135,8 +136,9 @@ class _RecordingPages:
 
 
 def fuse_latent_attention(module: Any) -> bool:
-    """Replace the forward of an MLA module by a fused forward. Returns whether it was replaced. The fused forward must
-    write the same latents and return the same result. The norms of the module must already be fused."""
+    """Replace the forward of an MLA module by a fused forward. Returns whether it was replaced. It is replaced only
+    if, on random input, both forwards write the same latents and return the same result. The norms of the module
+    must already be fused."""
     if not keeps_latents(module) or not hasattr(module, "layer_idx"):
         return False
     config, norm = getattr(module, "config", None), getattr(module, "kv_a_layernorm", None)

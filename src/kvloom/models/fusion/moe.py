@@ -162,9 +162,12 @@ class _FusedRouter:
         found: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor,
         index: torch.Tensor,
     ) -> bool:  # fmt: skip
-        """Return whether a fused router (`found` logits, `weights`, `chosen` experts) agrees with the router itself
-        (`logits`, `scores`, `index`). Both may select different experts among equal logits, so the logits of the
-        selected experts are compared, not their indices."""
+        """Return whether a fused router and the router itself have the same results. `found`, `weights` and `chosen`
+        are the logits, weights and experts of the fused router. `logits`, `scores` and `index` are those of the
+        router itself.
+
+        Among experts with equal logits, the two may select different ones. The logits of the selected experts are
+        therefore compared, not their indices."""
         if found.dtype != logits.dtype or weights.dtype != scores.dtype:
             return False
         wanted, got = (logits.gather(1, each).sort(-1) for each in (index, chosen))
@@ -246,8 +249,8 @@ def fuse_block(module: Any) -> bool:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:
-    """Return whether two results differ only by rounding in every tensor row. A relative difference below `least` is
-    always allowed."""
+    """Return whether two results are equal up to rounding in every tensor row. The allowed relative difference is 8
+    times the eps of the dtype, or `least` if `least` is larger."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)

@@ -98,8 +98,8 @@ class AdapterSlots:
         return [term.weights for _, term in self._terms]
 
     def attach(self) -> None:
-        """Allocate the slots: one low-rank term for each product that computes a layer which adapters may target.
-        Layers that one product computes share the term. Later calls have no effect."""
+        """Allocate the slots. A target layer is a layer that adapters may change. Each product that computes target
+        layers gets one low-rank term, which all these layers share. Later calls have no effect."""
         if self._terms:
             return
         names = {id(layer): name for name, layer in self._layers.items()}
@@ -115,7 +115,8 @@ class AdapterSlots:
     @contextmanager
     def step(self, rows: AdapterRows | None) -> Iterator[None]:
         """Return a context for one execution of the model, in which tokens use the adapters of `rows`. None means no
-        adapters. Several engines may share the model: each context first sets the terms of its own slots."""
+        adapters. Several engines, each with its own slots, may share the model. On entry, the products of the model
+        therefore get the terms of this object's slots."""
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:
                 product.term = term

@@ -77,7 +77,7 @@ class ColdRows:
     |---------------|----------------------------------------------------------------------------------------------|
     | tables[group] | page ids in the pool [runs, sequences, blocks]; the first block is the sequence's first      |
     |               | block that is not cold                                                                       |
-    | sizes         | lengths of the sequences without cold tokens, on the host                                    |
+    | sizes         | number of tokens of each sequence that are not cold, on the host                             |
     | host_pages    | by sequence with cold blocks: page ids in host memory [columns, blocks], on the host         |
 
     `runs` is the number of pages that a block has in the group. `columns` is the sum of `runs` over all groups.
@@ -151,8 +151,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The tokens of the step as single queries. Returns two arrays: the index of each token's sequence, and the
-        number of tokens that each token sees. None if a sequence has several tokens that are not drafts."""
+        """Two arrays with one value per token of the step: the index of its sequence, and the number of tokens that it
+        sees. None if a sequence has several tokens that are not drafts, or tokens that are already computed."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -289,7 +289,7 @@ class BatchBuilder:
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
-        needed only if the `source` of a work is one of these tokens."""
+        needed only if the `source` of some work is an index of one of these tokens (not -1)."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -431,8 +431,9 @@ class BatchBuilder:
         self._copy(block.reshape(-1), slots=slots, slot_count=rows)
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False, adapted: bool = False) -> Batch:
-        """Return the batch with which a graph for `rows` sequences of one token is captured. Every replay computes
-        the batch from the numbers of the last `send_singles`. With `adapted`, the sequences may use adapters."""
+        """Return the batch for the capture of a CUDA graph that computes `rows` sequences of one token each. The graph
+        also computes the tensors of this batch, so every replay uses the numbers of the last `send_singles`. With
+        `adapted`, the sequences may use adapters."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -456,16 +457,17 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch with which a graph for up to `tokens` tokens is captured. Every replay computes the batch
-        from the numbers of the last `send`. `bounds` and `sizes` of the batch are placeholders."""
+        """Return the batch for the capture of a CUDA graph with space for `tokens` tokens. The graph also computes the
+        tensors of this batch, so every replay uses the numbers of the last `send`. `bounds` and `sizes` of the batch
+        are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
         return self._with_adapters(batch, tokens)
 
     def _with_adapters(self, batch: Batch, tokens: int) -> Batch:
-        """Return the batch of a graph, with the adapter slots of the last upload. If sequences cannot use adapters,
-        return the batch unchanged."""
+        """Return the batch of a graph, with the adapter slots of its first `tokens` tokens. The slots are those of the
+        last upload. If sequences cannot use adapters, return the batch unchanged."""
         if not self._adapted:
             return batch
         return replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
@@ -554,8 +556,8 @@ class BatchBuilder:
         slots: Ids | None = None,
         slot_count: int = 0,
     ) -> None:
-        """Upload several arrays of numbers, one after the other. If sequences may use adapters, also upload the adapter
-        slots of `slot_count` tokens. Tokens after the given `slots` use no adapter."""
+        """Upload the arrays `parts`, one after the other. If sequences may use adapters, also upload `slot_count`
+        adapter slots, one per token: first the given `slots`, then 0, which means no adapter."""
         turn, self._turn = self._turn, self._turn ^ 1  # the other buffer may still be in transfer
         host, size = self._host[turn], 0
         if self._read:
@@ -715,7 +717,8 @@ def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previ
 
 
 def _trees(works: Many[Work], slots: Ints, starts: Ints) -> _Trees:
-    """Return the trees of a step. `slots` are the indexes of all tokens in their sequences."""
+    """Return the trees of a step. `slots` has the index of each token in its sequence, which ignores its depth in a
+    tree. `starts` has the index of each sequence's first token in the step."""
     counts = np.diff(starts)
     longest = int(counts.max())
     dtype = np.uint8 if longest < 256 else np.int32  # rows of prompts can be long, on a CPU

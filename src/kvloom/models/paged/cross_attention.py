@@ -21,8 +21,9 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Return attention of queries [tokens, heads, dim] over images, [tokens, heads, dim]. `parts` divides the
-    queries, in order, into groups that see the same images. `column` selects the layer's page ids."""
+    """Return the attention of queries over the images that they see. Queries and result are [tokens, heads, dim].
+    `parts` divides the queries, in order, into groups that see the same images. `column` is the layer's index in
+    `ImageGroup.pages`."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
@@ -38,8 +39,9 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one field of the pages `ids`: [heads, tokens, dim]. `real` selects the tokens that are not padding.
-    Pages are copied as bytes, because torch cannot index fp8 on all devices."""
+    """Return the keys or values (`name`) in the pages `ids`, without quantisation: [heads, tokens, dim]. `real`
+    selects the tokens that are not padding. fp8 pages are indexed as bytes, because torch cannot index fp8 on all
+    devices."""
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
@@ -50,8 +52,8 @@ def _read_field(
 
 
 def wrap_cross_attention(layer: Any) -> bool:
-    """Make a cross-attention decoder layer accept packed tokens. Return whether `layer` is such a layer. Repeated
-    calls are allowed.
+    """If `layer` is a cross-attention decoder layer, make it accept packed tokens and return True. Otherwise return
+    False. Repeated calls are allowed.
 
     Tokens that see an image pass through the layer and read the image from pages. Other tokens skip the layer.
     """

@@ -1,5 +1,5 @@
-"""The cache interface of modeling code for an empty cache. To the model, the packed tokens of a step look like a
-new prompt."""
+"""A cache interface for modeling code that always reports an empty cache. To the model, the packed tokens of a
+step therefore look like a new prompt."""
 
 from __future__ import annotations
 

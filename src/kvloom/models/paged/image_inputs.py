@@ -34,12 +34,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media` describes
-    the images to the cache.
+    """The images of a prompt. `places` are the prompt positions of all image tokens. Image `i` has the positions
+    `places[bounds[i] : bounds[i + 1]]`. `media` describes the images to the cache.
 
-    `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if they equal the token
-    positions. Tokens after the last image have their token position plus `shift`. `whole` states that no step may end
-    inside an image. `cross_attended` states that tokens after an image may see it in cross-attention layers.
+    `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if rotary positions equal
+    token positions. The rotary position of a later token is its token position plus `shift`. `whole` states that no
+    step may end inside an image. `cross_attended` states that tokens after an image may see it in cross-attention
+    layers.
     """
 
     images: tuple[Image, ...]

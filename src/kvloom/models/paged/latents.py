@@ -85,8 +85,9 @@ class Absorbed:
 
 
 class ExpandedPlan:
-    """The sequences of a step that are expanded, and those that are not (`absorbed`). A plan is made once per step,
-    and every layer runs it."""
+    """Divides the sequences of a step for MLA attention. Long prompts read expanded keys and values, which are
+    projected from latents. All other sequences (`absorbed`) are computed in latent space. A plan is made once per
+    step, and every layer runs it."""
 
     def __init__(
         self,
@@ -96,9 +97,10 @@ class ExpandedPlan:
         limit: int,
         device: torch.device,
     ) -> None:
-        """`chosen` are the numbers of the expanded sequences in the step. `bounds` contains the first query of each
-        sequence of the step. `lengths` contains the number of its tokens, including new tokens. At most `limit`
-        tokens are expanded at a time."""
+        """`chosen` are the numbers of the expanded sequences in the step. For each sequence of the step, `bounds` has
+        the index of its first query, and `lengths` its number of tokens, including new tokens. At most `limit`
+        tokens are expanded at a time. Only the new tokens of a long sequence may be more, because they are expanded
+        together."""
         self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []

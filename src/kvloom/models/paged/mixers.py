@@ -66,8 +66,9 @@ class MixerSteps:
         return self._known[of]
 
     def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the step in two parts: tokens that are not drafts, and drafts. Return None if there are no drafts.
-        The second part starts from the states that the first part has written, and stores none."""
+        """Return the tokens of the step in two parts: tokens that are not drafts, and drafts. Return None if there are
+        no drafts. The states after the first part are stored. The second part starts from these states, and no state
+        is stored after it."""
         batch, of = self.batch, (view.group, view.run)
         if not batch.drafts:
             return None

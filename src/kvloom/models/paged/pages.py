@@ -1,9 +1,12 @@
-"""The page pool in one step of a model: layers write and read pages through it.
+"""The layers of a model write and read pages of the pool through `Pages`, one step at a time.
 
-    begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
+    begin(batch)           sets the step
+    update(k, v, layer)    remembers new K and V
+    attend(layer, q, …)    writes new K and V to their slots, then reads pages
 
-One attention plan is made per step and visibility. Plan objects are reused between steps. State and cross-attention
-layers get their views here and read pages themselves (`mixers`, `cross_attention`).
+One attention plan is made per step and visibility. Plan objects are reused between steps. State and
+cross-attention layers only get their views from `Pages`, and read pages themselves (`mixers`,
+`cross_attention`).
 """
 
 from __future__ import annotations
@@ -178,12 +181,13 @@ class Pages(EmptyCache):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether one CUDA graph computes the current step, which has single tokens or drafts."""
+        """Whether one CUDA graph computes the whole current step. This is possible for steps of single tokens, and for
+        steps with drafts."""
         return self._batch is not None and self._batch.replayed
 
     @property
     def is_replayable(self) -> bool:
-        """Whether steps can be captured in a graph, because the GPU kernels support every layer."""
+        """Whether steps can be captured in a CUDA graph. This requires GPU kernels that support every layer."""
         return all(_shape(view.fields).is_supported for view, _ in self._views.values())
 
     @property
@@ -426,9 +430,9 @@ class Pages(EmptyCache):
         scale: float,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the new latents of an MLA layer (`key`, and the rotated part `value`). Then return attention of
-        packed queries [tokens, heads, dim]. Long prompts read expanded keys and values. All other sequences are
-        computed in latent space. `weight` is the up-projection."""
+        """Write the new latents of an MLA layer to its pages. `key` has the compressed latents, and `value` the rotated
+        part of keys. Then return attention of packed queries [tokens, heads, dim]. Long prompts read expanded keys and
+        values. All other sequences are computed in latent space. `weight` is the up-projection."""
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         self._write(self._views[layer_idx][0], new_k, new_v)
         return self._read_latents(layer_idx, scale, weight, query, new_k, new_v)

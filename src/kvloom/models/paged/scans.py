@@ -1,11 +1,11 @@
-"""Replaces functions of transformers that run over the tokens of one prompt. The kernels process all sequences of a
-step at once, with states in pages.
+"""Replaces functions of transformers that run over the tokens of one prompt. The replacements are kernels that
+process all sequences of a step at once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names
-call the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets the packed
-tokens of a step ([1, tokens, …] or [1, channels, tokens]), as if they were one new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these
+names call the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets the
+packed tokens of a step ([1, tokens, …] or [1, channels, tokens]), as if they were one new prompt.
 
-| modeling code calls                                      | kernel        | of                                   |
+| modeling code calls                                      | kernel        | families                             |
 |----------------------------------------------------------|---------------|--------------------------------------|
 | causal_conv1d_fn                                         | causal_conv   | all recurrent families               |
 | mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
@@ -70,7 +70,7 @@ class PackedStates(EmptyCache):
 
 
 def takes_packed_rows(module: Any) -> bool:
-    """Return whether a kernel exists for every function of a mixer that runs over tokens."""
+    """Return whether kernels can replace all functions of a mixer's modeling file that run over tokens."""
     names = vars(sys.modules[type(module).__module__])
     recurs = hasattr(module, "A_log")  # the rate of a decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
@@ -98,8 +98,9 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 def _scan(
     packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `kernel(rows, *parts)` for parts [tokens, …]. In a step with drafts, run the kernel first on the tokens
-    that are not drafts, then on the drafts."""
+    """Run `kernel(rows, *parts)` and return its result. `parts` are the kernel's arguments, each [tokens, …] or None.
+    In a step with drafts, the kernel runs twice: first on the tokens that are not drafts, then on the drafts. The
+    result has the token order of the step."""
     split = packed.drafts
     if split is None:
         return kernel(packed.rows, *parts)

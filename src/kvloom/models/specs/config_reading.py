@@ -189,9 +189,9 @@ def windows_from_layer(config: Config) -> list[str]:
 
 
 def full_within(field: str) -> Pattern:
-    """Return a pattern of full-attention layers, for models with a length limit in the config field `field`. Beyond
-    this limit, results depend on how a prompt is split into chunks. The pattern raises ModelError if the context is
-    longer than the limit."""
+    """Return a pattern in which every layer has full attention. The config field `field` limits the number of tokens.
+    Beyond this limit, results depend on how a prompt is split into chunks. The pattern therefore raises ModelError
+    if the context is longer than the limit."""
 
     def pattern(config: Config) -> list[str]:
         limit, context = config.optional(field), config.size("max_position_embeddings")
@@ -296,9 +296,9 @@ def _state(
 ) -> tuple[Field, ...]:
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    The channels of the convolution consist of several parts: first the inputs, then the parts that heads share. If
-    the field is sharded along axis 0, each part must be split separately. The recurrent state has the dtype in the
-    config, by default float32.
+    Both fields are sharded along axis 0. The channels of the convolution consist of several parts, such as queries,
+    keys and values. Sharding must split each part separately. The recurrent state has the dtype in the config, by
+    default float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
@@ -308,8 +308,8 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Mamba-1. In a pure Mamba config, `intermediate_size` is the inner width of the mixer. In
-    a hybrid config, it is the width of an MLP."""
+    """Return the fields of Mamba-1. In a pure Mamba config, `intermediate_size` is the inner width of the mixer. In a
+    hybrid config, it is the width of an MLP, so the inner width follows from `mamba_expand`."""
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
@@ -381,7 +381,7 @@ def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of a gated convolution, which contains its last inputs."""
+    """Return the only field of a gated convolution: its last inputs."""
     return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
 
 
@@ -451,8 +451,8 @@ def sparse_blocks(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def qwen4(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Qwen4's recurrent layers: those of a delta rule. Layers with n-gram embeddings also have
-    the last inputs of a dilated convolution, and the last token ids, stored as float32."""
+    """Return the fields of Qwen4's recurrent layers. Every layer has the fields of a delta rule. Layers with n-gram
+    embeddings also have the last inputs of a dilated convolution, and the last token ids, stored as float32."""
     fields = delta(config, dtype)
     if config.count("layer_index") + 1 not in config.numbers("ple_layer_ids"):
         return fields
@@ -585,8 +585,9 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 @dataclass(frozen=True, slots=True)
 class Family:
     """The rules for reading the config of one model type. `pattern` returns the layer kinds. `token` and `state`
-    return the fields of tokens and states. `mixer` is the part of a spec's name for states, as in "layers.3.mamba".
-    `defaults` are values that published configs may omit. `names` maps config fields of this type to our names."""
+    return the fields of a token and of a state. `mixer` is the last word in the names of state specs, such as
+    "mamba" in "layers.3.mamba". `defaults` are values that published configs may omit. `names` maps config fields
+    of this type to our names."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]

@@ -73,8 +73,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from
-        this text. It does not depend on weights, so two checkpoints of one architecture have the same text."""
+        """Return a text that is the same for equal specs in every process. It contains the model's name and the layer
+        specs, and does not depend on weights."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
             fields["span"] = fields.pop("visibility")  # the key that existing fingerprints use
@@ -166,8 +166,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """Return the kind of every layer. The config lists the kinds. Without a list, they follow from the family's
-    pattern. Layers that read the K and V of an earlier layer have the kind "shared"."""
+    """Return the kind of every layer. The kinds come from the list in the config or, without a list, from the family's
+    pattern. Layers that read the K and V of an earlier layer get the kind "shared"."""
     older = {
         "attention": "full_attention",
         "mamba": "linear_attention",

@@ -47,8 +47,9 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return how many media tokens the cache must allocate, so that their pages have space for `count`
-        embeddings. The result is a multiple of the tokens of a block."""
+        """Return how many media tokens the cache must allocate for `count` embeddings. This number may differ from
+        `count`, because a page does not contain one embedding for each token of a block. It is a multiple of the tokens
+        of a block."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

@@ -262,8 +262,9 @@ class Vision:
             return torch.cat([_joined(part) for part in parts], -1).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return the embeddings [begin, end) of image number `place` from its pages. If the pages are not filled yet,
-        encode the image and fill them first."""
+        """Return the embeddings [begin, end) of image number `place`. If the pool has pages for embeddings, they are
+        read from the image's pages. If these pages are not filled yet, the image is encoded and the pages are filled
+        first."""
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         image, item = image_inputs.images[place], image_inputs.media[place]
@@ -371,8 +372,8 @@ class Vision:
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Raise ValueError unless the tokens of each image are contiguous, fit into the model's window, and are
-        separate from other images."""
+        """Raise ValueError unless the tokens of each image are contiguous and fit into the model's window, and at least
+        one other token separates two images."""
         for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")

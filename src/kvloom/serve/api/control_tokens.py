@@ -70,8 +70,11 @@ class ControlTokens:
             self._build(tokenizer, backend, added)
 
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
-        """Insert the mark into every control token in messages and in the other template variables. Return both, and
-        the mark. The mark is "" if the texts contain no control token.
+        """Insert a new random mark into every control token in messages and in the other template variables. Return the
+        changed messages, the changed variables, and the mark. The mark is "" if the texts contain no control token.
+
+        In messages of trusted roles, only special tokens get marks. Raises ApiError if more than MAX_MARKS marks are
+        needed.
         """
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
         count = self._all.count(others)
@@ -214,8 +217,8 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of some texts. The expression is a trie, so a search does
-    not try the texts one by one."""
+    """Return a regular expression that matches any of `texts`. If several of them match at one position, it matches
+    the longest. The expression is a trie, so a search does not try the texts one by one."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -41,8 +41,8 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PooledFields(CompletionFields, frozen=True, kw_only=True):
-    """A request for embeddings as a completion with one output token. The output token is not used, only the hidden
-    states.
+    """A request for embeddings, in the form of a completion with one output token. Only the hidden states are used,
+    not the output token.
     """
 
     pooling: Literal["mean", "last"]

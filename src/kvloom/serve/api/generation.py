@@ -209,8 +209,8 @@ class GenerationEndpoint(ABC):
         """Return the object that builds the response to a request."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time, in seconds, for which a request asks to retain pages. Return infinity if it retains
-        a range of tokens without a ttl. Return None if it asks for no retention.
+        """Return the longest time, in seconds, for which a request asks to retain or pin pages. Return infinity if a
+        range of tokens has a positive priority and no ttl. Return None if the request asks for no retention.
         """
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [

@@ -391,8 +391,8 @@ class PromptEncoder:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of words that must not be sampled. A word has one sequence without a leading
-        space. It has a second sequence with a leading space, if the tokens differ.
+        """Return the token sequences of words that must not be sampled. Each word has one sequence without a leading
+        space. The sequence with a leading space is added if it has the same length and another first token.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -517,8 +517,9 @@ class _ContentForms:
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Return which forms of content the tokenizer's chat template supports, by rendering a test message in each
-        form. If the template supports neither form, return texts. The first request then gets the template's own error.
+        """Render a test message in each form of content, and return the forms that the tokenizer's chat template
+        supports. If the template supports neither form, return texts, so that the first request gets the template's
+        own error.
         """
 
         def writes(content: Any) -> bool:

@@ -104,10 +104,10 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Caching options of a request. `store` and `read` state whether the request adds pages to the cache, and whether
-    it uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
-    is pinned in the pool. The first `public_tokens` tokens, or the first `public_messages` messages of a chat, are a
-    public prefix, which all tenants share.
+    """Caching options of a request. `store` states whether the request adds pages to the cache, and `read` whether it
+    uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
+    is pinned in the pool. The first `public_tokens` tokens, or the first `public_messages` messages of a chat, are
+    a public prefix, which all tenants share.
     """
 
     store: bool | None = None

@@ -205,8 +205,8 @@ class ServerContext:
 
 
 def _authorization(request: Request) -> str | None:
-    """Return the Authorization header of a request. If the key is in `x-api-key`, as in Anthropic's clients, it is
-    converted to this form.
+    """Return the Authorization header of a request. If there is none, but the request has the header `x-api-key`, as
+    in Anthropic's clients, return its key in the form of an Authorization header.
     """
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization", None if key is None else f"Bearer {key}")

@@ -222,8 +222,8 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """Return an upper bound of the number of characters in the result of a method of str. Return 0 for a method that
-    cannot lengthen a text.
+    """Estimate the number of characters in the result of a method of str, for methods that can lengthen a text. Return
+    0 for other methods.
     """
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))

@@ -97,8 +97,9 @@ def _bearer_key(authorization: str | None) -> str:
 
 
 def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
-    """Read a key file, and add the operator's keys in `own`. Keys without caps get the caps `default`. Raises
-    ValueError for an invalid file. The message contains the line or position, but never the key.
+    """Read a key file, and add the operator's keys in `own`, which are admin keys. A cap that a key does not set has
+    its value in `default`. Raises ValueError for an invalid file. The message contains the line or position, but
+    never the key.
     """
     default = default or Caps()
     rows = [] if path is None else _read_file(path)
@@ -204,8 +205,8 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
 
 
 def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the caps of a key by the field names of `Caps`. Raises ValueError for an unknown name or a value that is
-    not a number.
+    """Return the caps and objectives of a key by field name. Fields of `Caps` have no prefix `max_`. Raises ValueError
+    for an unknown name, or for a value that is not a valid number.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():

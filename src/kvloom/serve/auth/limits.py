@@ -149,9 +149,9 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
-    still admit. Tenants with many open answers are therefore refused first. The first answer of a tenant is admitted
-    until the limit of the server is reached.
+    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server
+    can still admit. Tenants with many open answers are therefore refused first. This rule does not apply on an idle
+    server, or to a request for a tenant's first and only answer.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

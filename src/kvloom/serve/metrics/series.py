@@ -299,7 +299,8 @@ def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
 
 
 def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, float]:
-    """Return counts by label value. All `known` values are included, even with count 0."""
+    """Return counts by label value, with underscores in place of spaces. All `known` values are included, even with
+    count 0."""
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 

@@ -87,7 +87,7 @@ class Recorder:
         last_computed: bool = True,
         public_tokens: int = 0,
     ) -> None:
-        """Write a request that arrived at second `at`, which should not decrease from call to call.
+        """Write a request that arrived at second `at`. The value of `at` should not decrease from call to call.
 
         `tokens` are its prompt (the first `prompt` tokens) and its answer. `last_computed` is False if the engine
         sampled the last token but did not compute its KV. The block that ends with this token is then not recorded,

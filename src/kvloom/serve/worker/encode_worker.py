@@ -50,7 +50,7 @@ class EncodeWorker:
             )
 
     def step(self) -> Outputs | None:
-        """Encode one image. Return new counters and refused requests, or None if there are none."""
+        """Encode one image, if any image waits. Return new counters and refused requests, or None if there are neither."""
         self.encoder.poll()
         if self.encoder.waiting:
             self.encoder.encode_next()

@@ -258,7 +258,8 @@ class EngineClient:
             self._writer.close()
 
     def fail_all(self, error: ApiError) -> None:
-        """End every open stream with an error, and every wait for a snapshot, a pool resize or an adapter change."""
+        """End every open stream with `error`. Every wait for a snapshot, a pool resize or an adapter change also ends
+        with this error."""
         for stream in {id(one): one for one in self._streams.values()}.values():
             stream.pending.clear()
             stream.fail(error)

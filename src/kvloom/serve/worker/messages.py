@@ -131,8 +131,8 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 class Add(msgspec.Struct, frozen=True, tag=True):
     """Sends one prompt to the engine. The deltas of all answers to this prompt have the same `id`.
 
-    - `stream`: if true, each step with new tokens sends a delta per answer. If false, each returned answer is sent as
-      one delta when all answers have finished.
+    - `stream`: if true, each step with new tokens sends a delta per answer. If false, each returned answer is
+      sent as one delta when all answers have finished.
     - `store`, `read`: whether the request adds pages to the cache, and whether it uses cached pages.
     - `salt`: only requests with the same salt share pages.
     - `public_tokens`: length of the public prefix, which all tenants share.
@@ -141,7 +141,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     - `retain`: priorities of token ranges.
     - `image_prompt`: if set, the prompt is made from it, and `prompt` is not used.
     - `offers_pages`: offload the pages of each computed chunk at once, so that another worker can load them.
-    - `awaits_peer`: address (host:port) of the worker that computes the prompt. The request waits for its pages.
+    - `awaits_peer`: address (host:port) of another worker, which computes the prompt. The request waits for the
+      pages that the other worker computes.
     """
 
     id: int
@@ -263,7 +264,7 @@ class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
+    """New tokens of answer `index` to prompt `id`. The text of the last tokens may follow in a later delta.
 
     - `cached_tokens`: the number of cached prompt tokens.
     - `finish_reason`: set in the last delta.
@@ -344,9 +345,13 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """The usage of one tenant. `used` is the number of pool bytes of all its pages. `in_use` is the number of pool
-    bytes of the pages of its running requests. Other fields count its tokens looked up and hit, its evicted entries,
-    and its running and waiting requests. `tiers` is the number of its bytes in each tier that counts bytes by tenant.
+    """The usage of one tenant.
+
+    - `used`: pool bytes of all its pages. `in_use`: pool bytes of the pages of its running requests.
+    - `looked_up_tokens`, `hit_tokens`: numbers of prompt tokens that were looked up, and that were cached.
+    - `evictions`: number of its evicted cache entries.
+    - `running`, `waiting`: numbers of its requests.
+    - `tiers`: its bytes in each tier that counts bytes by tenant.
     """
 
     used: int = 0
@@ -487,17 +492,19 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A message of the engine process: the engine is loaded and accepts requests.
 
-    - `max_tokens`: the limit of prompt and output of one request together. `tenant_max_tokens` is the limit for
-      tenants with a quota.
-    - `tiers`: name, capacity and stored pages. `unavailable_tiers`: name and reason.
+    - `max_tokens`: the largest number of tokens of one request, prompt and output together.
+    - `tenant_max_tokens`: the same limit for each tenant with a quota.
+    - `tiers`: name, capacity and number of stored pages of each tier.
+    - `unavailable_tiers`: name of each tier that could not be opened, and the reason.
     - `pool_limits`: the smallest and largest size of an elastic pool.
     - `image_refusal`: the reason why the model accepts no images, or "".
-    - `hash_model`: the model's part of block hashes. `groups`: its layer groups, without those of images and drafts.
+    - `hash_model`: the text that identifies the model in block hashes.
+    - `groups`: the layer groups of the model, without the groups for images and drafts.
     - `max_context`: the largest number of tokens that the model allows in one request.
-    - `peer_address`: the address at which other workers read its host memory, or None.
+    - `peer_address`: the address at which other workers read the host memory of this worker, or None.
     - `token_budget`: the largest number of prompt tokens in a step.
-    - `adapters`: the LoRA adapters. `adapter_slots`: how many of them run at the same time; 0 means that requests may
-      use no adapters. `adapter_rank`: their largest rank.
+    - `adapters`: the LoRA adapters. `adapter_rank`: the largest rank that an adapter may have.
+    - `adapter_slots`: how many adapters run at the same time. 0 means that requests may use no adapters.
     """
 
     device: str
@@ -532,7 +539,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process is alive. `step` is the number of the running step, or 0 while it loads or is idle."""
+    """The engine process is alive. `step` is the number of the running step. It is 0 while the engine loads or
+    is idle."""
 
     step: int = 0
 
@@ -561,5 +569,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the length of the body, which is stored in the header."""
+    """Return the length of a message body. The header contains this length."""
     return int(_LENGTH.unpack(header)[0])

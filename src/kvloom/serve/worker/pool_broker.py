@@ -54,16 +54,16 @@ class PoolLoad:
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
     """Return the new sizes of the pools that change, in bytes. The sum of all sizes stays within `budget`.
 
-    A pool grows if it is full and its model is busy. The equal share of a pool is `budget` divided by the number of
-    pools. Growing pools get bytes from these sources, in this order:
+    A pool grows if it is full and its model is busy. The equal share of a pool is `budget` divided by the
+    number of pools. Growing pools get bytes from these sources, in this order:
 
       1. bytes of `budget` that no pool has
-      2. pools of idle models, down to their smallest size
-      3. unused bytes of busy models that are not full
-      4. pools of busy models that are above their equal share, down to this share; only for growing pools that are
-         below their equal share
+      2. bytes of pools whose model is idle, down to the smallest size of the pool
+      3. free bytes of pools whose model is busy, if the pool is not full
+      4. bytes of pools above their equal share, down to this share, if the model is busy; only growing pools below
+         their equal share get them
 
-    A pool may shrink by less than planned, so other pools may grow only after it has shrunk.
+    A pool may shrink by less than planned. Let other pools grow only after it has shrunk.
     """
     takers = {name: load for name, load in loads.items() if load.is_full and load.is_busy}
     if not takers:
@@ -163,12 +163,13 @@ class PoolBroker:
 
     @property
     def free_bytes(self) -> int:
-        """Return the number of bytes of the budget that no pool has."""
+        """Return the number of bytes of the budget that are neither in a pool nor reserved. The number is negative
+        while pools still have to shrink for a reservation."""
         return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
 
     async def reserve(self, seconds: float) -> int:
-        """Free the equal share of one more model, and return the share in bytes. Call `release` when the model has a
-        pool.
+        """Reserve the equal share of one more model. Shrinks other pools until the share is free, and returns the
+        share in bytes. Call `release` when the model has a pool.
 
         Raises TimeoutError if requests use the memory for longer than `seconds`.
         """
@@ -201,8 +202,8 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize message and return the task that waits for the answer. Until the engine answers, its pool
-        counts with the larger of the old and the new size.
+        """Send a resize message and return the task that waits for the answer. Until the engine has answered,
+        `_size` returns the larger of the old and the new size of its pool.
         """
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))

@@ -251,7 +251,8 @@ class Worker:
         return Outputs(deltas, rejected, stats, snapshot, progress, pool, adapters) if has_output else None
 
     def _poll_adapters(self) -> None:
-        """Add the adapters whose files have been read, and remove adapters. Collect the answers for the API process."""
+        """Process queued LoadAdapter and UnloadAdapter messages, without waiting for files that are still being
+        read. Collect the answers for the API process."""
         if self._adapters:
             self._adapter_answers += self._adapters.take()
             self._stats_changed = True
@@ -309,8 +310,8 @@ class Worker:
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens of one request. It follows from the pool's share of shared memory or, without
-        shared memory, from the size of the pool.
+        """The largest number of tokens of one request. If models share memory, the size to which the pool can always
+        grow sets this limit. Otherwise the present size of the pool sets it.
         """
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)

@@ -41,7 +41,7 @@ class _UnchangedFiles(SystemFiles):
 
 class DiskPages(StoredPages):
     """The pages of one disk tier. The constructor reads the headers of all pages. It raises TierError if the
-    directory has no disk tier."""
+    directory cannot be read."""
 
     def __init__(self, config: DiskConfig) -> None:
         self._config, self._notes = config, dict[str, None]()

@@ -62,17 +62,19 @@ log = logging.getLogger("kvloom.tiers")
 class DiskConfig:
     """Settings of a disk tier.
 
-    - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With "process", a
-      stored page survives only the end or crash of the process.
-    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the smaller of
-      64 MiB and a quarter of the capacity.
-    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of the same
-      size. Objects beyond the limit get the outcome BUSY.
-    - `evict`: the segment that is evicted first, the oldest or the least recently used.
-    - `copy_forward`: when a segment is evicted, the pages in it that were read are first copied to another segment.
+    - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With
+      "process", a stored page survives only the end or crash of the process.
+    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the
+      smaller of 64 MiB and a quarter of the capacity.
+    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
+      the same size. Objects beyond the limit get the outcome BUSY.
+    - `evict`: which segment is evicted first: the oldest, or the least recently used.
+    - `copy_forward`: when a segment is evicted, those of its pages that were read are first copied to another
+      segment.
     - `direct`: whether files are opened with O_DIRECT, if the file system supports it.
     - `readers`: the number of reading threads.
-    - `close_seconds`: how long `close` waits for the writing threads, and then for the reading threads.
+    - `close_seconds`: how long `close` waits for the writing threads. If they end in time, `close` waits as
+      long again for the reading threads.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 
@@ -214,12 +216,12 @@ class DiskTier(Tier):
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with the keys under which the disk stores them. Without a key file, these are
-        `Objects.keys`. With a key file, they are derived from the tenant's key. Raises NoKeyError if the tenant has
-        no key.
+        """Returns the objects with their stored keys, under which the disk stores them. Without a key file, the
+        stored keys are `Objects.keys`. With a key file, they are derived from `Objects.keys` and the tenant's
+        encryption key. Raises NoKeyError if the tenant has no encryption key.
 
         Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, an object
-        that the disk has only in this old format gets its key from `Objects.keys`.
+        that the disk has only in this old format keeps its key of `Objects.keys`.
         """
         if self._keys is None:
             return objects

@@ -111,8 +111,9 @@ def _records(
 
 
 def replaces(files: Files, record: Record, before: Record | None) -> bool:
-    """Returns whether `record` replaces an earlier copy of the same page, `before`. If both copies may be incomplete,
-    the function reads the earlier copy. If its bytes are intact, the earlier copy stays and is marked as verified."""
+    """Returns whether `record` replaces `before`, an earlier copy of the same page or None. A verified record
+    always does. A record that is not verified replaces only a copy that is not intact. If `before` is not
+    verified either, the function reads it. If its bytes are intact, it is marked as verified."""
     if before is None or record.is_verified:
         return True
     if not before.is_verified:

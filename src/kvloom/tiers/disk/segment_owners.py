@@ -1,8 +1,9 @@
-"""The owners of a disk tier's segments. Each owner has a segment size and a current segment, which receives its
-writes.
+"""The owners of a disk tier's segments. Each owner has a segment size and a current segment, which receives
+its writes.
 
-A tenant with a share owns its own segments. If the tenant exceeds its limit, the tier removes some of these files. All
-other tenants share one owner. Only the appending thread calls these methods, except `used_bytes`.
+A tenant with a share owns its own segments. If the tenant exceeds its limit, the tier evicts some of the
+tenant's segments. All tenants without a share have one owner together. Only the appending thread calls
+the methods of this module, except `used_bytes`.
 """
 
 from __future__ import annotations

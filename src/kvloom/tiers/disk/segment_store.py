@@ -299,8 +299,8 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Increases the size of an owner's new segments to `need` bytes, if it is smaller. Raises OSError if three
-        segments of this size do not fit into the owner's share."""
+        """Sets the size of an owner's new segments to `need` bytes, if they would be smaller. Raises OSError if
+        three segments of `need` bytes do not fit into the owner's share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
@@ -363,9 +363,9 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Otherwise
-        unreadable files of other versions are removed first, then `SegmentOwners.victim` chooses the segment. Returns
-        False if nothing can be evicted."""
+        """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Without
+        `own`, an unreadable file or a file of another version is removed first, if there is one. Otherwise
+        `SegmentOwners.victim` chooses the segment. Returns False if nothing can be evicted."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -405,8 +405,9 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages of the segment `victim` that have been read to the current segment of their owner, the most
-        read pages first. All other pages of `victim` are evicted."""
+        """Copies pages of the segment `victim` to the current segment of their owner, before `victim` is evicted.
+        Only pages that have been read are copied, the most read pages first. The copies fill at most half a
+        segment."""
         with self.lock:
             get = self.getter()
             used = [record for key in victim.keys if (record := get(key)) is not None and record.reads]

@@ -1,12 +1,13 @@
 """Encryption or authentication of single layer runs, and the keys under which a tier stores pages.
 
-    the file     {"acme": "64 hex digits", "*": "64 hex digits"}     "*": derives the key of every other tenant
-    a page       key = BLAKE2b(tenant's key, salt of the page)       nonce = number of the run, never reused
-    stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
+    key file     {"acme": "64 hex digits", "*": "64 hex digits"}    "*": derives the key of every other tenant
+    page key     BLAKE2b(tenant's key, salt of the page)            nonce = number of the run, never reused
+    stored key   BLAKE2b(tenant's key, the object's key)            cannot be derived without the tenant's key
 
-`protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A run is a layer run. A sealed run is bound to its tenant's key, its position and its object, so it cannot
-be opened elsewhere. This module does not depend on formats or tiers.
+A run is a layer run. To seal a run is to encrypt or to authenticate it. `protect="encrypt"` is
+AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of HMAC-SHA-256. A
+sealed run can be opened only with its tenant's key, at its position in the page, and as part of its
+object. This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ class Keyring:
         return _Aes(self._aes(_derive(salt, key, _PERSON)), self._invalid)
 
     def with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the objects with the keys under which a tier stores them. Raises NoKeyError if the tenant has no
-        key.
+        """Returns the objects with the keys under which a tier stores them. These keys are derived from
+        `Objects.keys` and the tenant's encryption key. Raises NoKeyError if the tenant has no encryption key.
         """
         key = self._tenant_key(objects.tenant)
         keyed = blake2b(digest_size=KEY_BYTES, key=key, person=_PERSON_NAME)

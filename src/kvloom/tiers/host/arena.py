@@ -96,7 +96,7 @@ class Arena:
         return taken
 
     def free(self, page_bytes: int, offset: int) -> None:
-        """Frees a page. If it was the last page of its slab, the slab can be cut into pages of another size."""
+        """Frees a page. When all pages of a slab are free, the slab can be cut into pages of another size."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:

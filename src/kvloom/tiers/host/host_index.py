@@ -69,8 +69,8 @@ class HostIndex:
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
         """Sets the limit and the guaranteed part of one tenant in bytes, at any time. The guaranteed part is reduced
-        if all guaranteed parts together would exceed the capacity. Returns False if too many tenants have a share. The
-        tenant then uses the common account."""
+        if all guaranteed parts together would exceed the capacity. If too many tenants have a share, returns
+        False, and the tenant keeps using the common account."""
         account = self._by_tenant.get(tenant)
         if account is None:
             if len(self._by_tenant) >= MAX_TENANTS:
@@ -267,11 +267,11 @@ class HostIndex:
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account that loses its least recently used page, so that `account` gets `size` bytes.
-        O(accounts).
+        """Returns the account whose least recently used page is evicted next, so that `account` gets `size` bytes.
+        Returns None if no account has a page to evict. O(accounts).
 
-        An account at its limit loses its own page. Otherwise the account with the least recently used page is chosen,
-        among the accounts of `_evictable_accounts`.
+        If `account` is at its limit, it loses a page itself. Otherwise the account with the least recently used
+        page is chosen, among the accounts of `_evictable_accounts`.
         """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None

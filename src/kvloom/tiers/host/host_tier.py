@@ -96,8 +96,8 @@ class HostTier(Tier):
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
         """Sets the limit and the guaranteed part of one tenant in bytes, at any time. Pages that the tenant stored
-        before stay in the common account. Returns False if too many tenants have a share. The tenant then uses the
-        common account."""
+        before the first call stay in the common account. If too many tenants have a share, returns False, and the
+        tenant keeps using the common account."""
         with self._lock:
             return self.index.set_account(tenant, limit, guaranteed)
 

@@ -104,9 +104,10 @@ class Slots:
 
 
 class LruOrder:
-    """Slots ordered by last use, least recent first. The slots of one use are stored as a batch with the tick
-    (number) of the use. If a slot was used again or removed, its tick has changed, and its entry in the old batch
-    is skipped. Adding a batch costs one append. Finding a slot costs amortised O(1)."""
+    """Slots ordered by last use, least recent first. Each call of `touch` adds a batch: the used slots, and the
+    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the
+    old batch is skipped. Adding a batch costs one append. Finding the least recently used slot costs
+    amortised O(1)."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

@@ -46,13 +46,13 @@ TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """A client connection to a PeerServer. With `by="auto"`, the client uses shared memory if it can map the server's
-    memory, else the socket.
+    """A client connection to a PeerServer. With `by="auto"`, the client uses shared memory if it can map the
+    server's memory, else the socket.
 
-    If `secret` is empty and a server of this user runs on loopback, the client uses the server's Unix socket and needs
-    no secret. For other servers, an empty `secret` means the user's default secret. Connections with the same `token`
-    count as one writer, and may drop each other's pages. The server applies the shares in `accounts` to the written
-    pages.
+    An empty `secret` means the user's default secret. With an empty `secret` and `by` auto or shared, the
+    client first tries the Unix socket of this user's server on loopback, which needs no secret. Connections
+    with the same `token` count as one writer, and may drop each other's pages. `accounts` has the shares of
+    tenants, which the server applies to the pages that this client writes.
     """
 
     def __init__(
@@ -341,8 +341,9 @@ def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
     """Opens the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
-    selects the user's default secret. From `config`, only timeout, threads and batch size are used. Raises
-    TierError if the peer cannot be reached."""
+    selects the user's default secret. From `config`, only timeout, threads, `batch_bytes` and `pending_bytes`
+    are used. Raises TierError if the peer cannot be reached, and ValueError if `config` has compression or
+    keys."""
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
         raise ValueError(

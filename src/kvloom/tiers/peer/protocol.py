@@ -78,11 +78,13 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
-    """The requests of a client. The comment of each request states its fields, and after `->` those of the reply.
+    """The requests of a client. The comment of each request lists its fields and, after `->`, the fields of the
+    reply.
 
-    `share` is the tenant's share of the tier's capacity. If the tenant has a share, the tenant's id follows the keys in
-    the payload. The header fields `a` and `b` are then the limit and the guaranteed part of the share, in bytes.
-    Otherwise the id is left out, and `a` and `b` are not used.
+    In these comments, `share` is the tenant's share of the tier's capacity. If the tenant has a share, the
+    tenant's id follows the keys in the payload. The header fields `a` and `b` are the limit and the
+    guaranteed part of the share, in bytes. If the tenant has no share, the id is left out, and `a` and `b`
+    are not used.
     """
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits

@@ -124,8 +124,8 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant: str = "") -> Objects:
-    """Returns a batch of objects from their keys. The batch has no block hashes. Raises ValueError if the keys have
-    different groups or forms."""
+    """Returns a batch of objects from their keys. A key contains the block hash, the group and the fingerprint
+    of the form. Raises ValueError if the keys have different groups or forms."""
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
         raise ValueError("a message contains keys of several groups or forms: send one message per form")
@@ -402,9 +402,9 @@ class _RequestHandler:
         return fixed.get(verb, count * KEY_BYTES + share)
 
     def _split_share(self, message: Message) -> str:
-        """Removes the id of a tenant from the payload of a RESERVE or WRITE, and applies the share in the message.
-        Returns the tenant's name in the tier. The name is empty if the message has no share, or if too many tenants
-        have a share."""
+        """Removes the tenant's id from the payload of a RESERVE or WRITE message, and applies the share in the
+        message. Returns the name under which the tier counts the tenant. The name is empty if the message has no
+        share, if the server is read-only, or if too many tenants have a share."""
         end = message.count * KEY_BYTES
         if len(message.payload) != end + len(SHARED_OWNER):
             return ""

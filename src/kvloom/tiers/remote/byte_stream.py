@@ -30,10 +30,11 @@ _LOOPBACK_BUFFER_BYTES = (
 
 
 class ByteStream:
-    """Bytes on one socket, used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds,
-    and one second more per 16 MB. A system call that began before this deadline may take `timeout` seconds longer. A
-    call may raise TimeoutError, ConnectionError or another OSError. Afterwards the stream is unusable. Any thread may
-    call `close`."""
+    """Bytes on one socket, used by one thread at a time. Any thread may call `close`.
+
+    `begin` starts an exchange and sets its deadline: `timeout` seconds, plus one second per 16 MB. A system
+    call that began before the deadline may last up to `timeout` seconds. A call may raise TimeoutError,
+    ConnectionError or another OSError. After such an error the stream is unusable."""
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
         """`receive_bytes` is the smallest size of the receive buffer."""

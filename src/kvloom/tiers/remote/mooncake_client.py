@@ -66,8 +66,8 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Returns whether memory should be registered. It must be large enough and not yet registered, and the limit of
-        registered regions must not be reached."""
+        """Returns whether `memory` should be registered. This is so if it is large enough and not registered yet,
+        and if the limit of registered regions is not reached."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
@@ -83,9 +83,9 @@ class MooncakeClient:
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """A context in which only one batch transfers at a time, while other threads verify their batches. This is
-        faster than two transfers at once. `verb` is "get" or "put", and a get does not wait for a put. Raises
-        TimeoutError if another batch does not end in time."""
+        """A context for the transfer of one batch. `verb` is "get" or "put". Only one get and one put run at the
+        same time, while other threads verify their batches. This is faster than several gets or puts at once.
+        Raises TimeoutError if the running batch does not end in time."""
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:

@@ -135,8 +135,9 @@ class RespConnection:
         return count
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """Reads a string into the memory that `destination(length)` returns. If this is None, the string is skipped.
-        Returns the length, or -1 if the reply is null. Raises RedisReplyError for an error reply."""
+        """Reads a string into the memory that `destination(length)` returns. Skips the string if `destination`
+        returns None. Returns the length of the string, or -1 if the reply is null. Raises RedisReplyError for an
+        error reply."""
         line = self._line()
         if line[:1] == b"-":
             raise RedisReplyError(line[1:].decode(errors="replace"))

@@ -84,18 +84,19 @@ class Connection(Protocol):
 class RemoteConfig:
     """Settings of a remote tier.
 
-    - `capacity`: the largest number of bytes that all clients together may store. If the store does not count bytes,
-      the limit applies only to this process.
-    - `timeout`: the largest duration in seconds of each call to the store, and therefore of `lookup`, `drop` and
-      `stats`. After a failure, a connection pauses before the next attempt. Each further failure doubles the pause, up
-      to 10 s.
-    - `keys`: a key file (encryption.py). Its keys protect pages (`protect`) and derive the keys under which pages are
-      stored.
+    - `capacity`: the largest number of bytes that all clients together may store. If the store does not count
+      bytes, the limit applies only to this process.
+    - `timeout`: the largest duration in seconds of each call to the store, and therefore of `lookup`, `drop`
+      and `stats`. After a failure, a connection pauses before the next attempt. Each further failure doubles
+      the pause, up to 10 s.
+    - `keys`: a file with the encryption keys of tenants (encryption.py). They protect pages (`protect`). The
+      keys under which the store has the pages are derived from them.
     - `readers`, `writers`: the number of reading and writing threads. Each thread has its own connection.
     - `batch_bytes`: the largest number of bytes per call to the store.
-    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of the same
-      size. Objects beyond the limit get the outcome BUSY.
-    - `ttl`: the number of seconds after which a page is a miss. 0 means never.
+    - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
+      the same size. Objects beyond the limit get the outcome BUSY.
+    - `ttl`: the number of seconds after which a page is a miss. 0 means never. In Redis, each use of a page
+      restarts this time.
     """
 
     capacity: int
@@ -249,8 +250,8 @@ class RemoteTier(Tier):
         return int(self._call_control(lambda store: store.used_by(tenant), 0))
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the objects with their keys in the store. If the tier has a key file, these keys differ from
-        `Objects.keys`. Raises NoKeyError if the tenant has no key.
+        """Returns the objects with their keys in the store. If the tier has a key file, these keys are derived from
+        `Objects.keys` and the tenant's encryption key. Raises NoKeyError if the file has no key for the tenant.
         """
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
@@ -332,8 +333,8 @@ class RemoteTier(Tier):
     # --- inside
 
     def _call_control(self, verb: Callable[[Any], Any], default: Any) -> Any:
-        """Calls `verb` with the control connection, in the caller's thread. Returns `default` if the store does not
-        answer in time."""
+        """Calls `verb` with the control connection, in the caller's thread. Returns `default` if the tier is closed,
+        or if the call fails or does not end in time."""
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
             return default
         try:

@@ -71,7 +71,8 @@ class Faults:
                 self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
-        """Waits as long as a medium with throughput `rate` would need for `size` bytes, after all earlier requests."""
+        """Waits until a medium with throughput `rate` would have read `size` bytes. The medium serves one request
+        after another. The next `burst` bytes take no time. Without `rate`, returns at once."""
         if not self.rate:
             return
         with self._lock:

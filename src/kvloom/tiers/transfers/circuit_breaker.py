@@ -99,8 +99,8 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, operation, outcome). Logs the first fault of each burst of a tier. Later faults of the
-    burst are only counted."""
+    """Counts faults by (tier, operation, outcome). Logs only the first fault of each burst. A burst is a series
+    of faults of one tier, with pauses of less than BURST_GAP seconds."""
 
     BURST_GAP = 30.0
     """A burst ends after this many seconds without a fault of the tier."""

@@ -36,8 +36,11 @@ def open_required(text: str) -> OpenTier:
 def open_tiers(
     tiers: Sequence[str | OpenTier], shares: Shares | None = None, check: Check = lambda place: place
 ) -> tuple[list[OpenTier], list[tuple[str, str]]]:
-    """Open tiers in order, and call `check` with each opened tier. Returns the tiers, and (name, error) of each
-    optional tier that cannot be opened. The tiers may include stand-ins for such tiers. If a required tier cannot be
+    """Open tiers in order, and call `check` with each opened tier. `check` may replace a tier that was opened by
+    its URL.
+
+    Returns two lists: the tiers, and (name, error) of each optional tier that cannot be opened. Instead of an
+    optional tier that may be opened later, the first list has a stand-in. If a required tier cannot be
     opened, closes all tiers and raises ValueError."""
     places: list[OpenTier] = []
     unavailable: list[tuple[str, str]] = []

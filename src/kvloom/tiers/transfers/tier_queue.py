@@ -174,7 +174,8 @@ class TierQueue:
         self.breaker.record_failure(now)
 
     def close(self, timeout: float) -> None:
-        """Finishes queued stores within `timeout` and ends the thread. Does not close the tier."""
+        """Waits up to `timeout` seconds for queued stores. Then discards the remaining stores, cancels queued loads
+        and ends the thread. Does not close the tier."""
         deadline = time.monotonic() + timeout
         with self._condition:
             self._condition.wait_for(lambda: not self._stores and not self._inflight_bytes["store"], timeout)

@@ -45,8 +45,8 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The result of a lookup of several batches of objects. Once `done` is set, `found` states for each object whether
-    host memory or a tier has it. The queues in `without` are not asked."""
+    """The result of a lookup of several batches of objects. Once `done` is true, `found` states for each object
+    whether host memory or a tier has it. `without` contains the indexes of queues that are not asked."""
 
     def __init__(
         self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
