@@ -73,8 +73,8 @@ class Account:
 
 
 class TenantAccounts:
-    """The limit and the guaranteed bytes of each tenant with a share. Used for stores that count the bytes of tenants
-    themselves, such as Redis or a peer. All connections of a tier share one instance."""
+    """The limit and the guaranteed bytes of each tenant with a share. Used for Redis and peers, which count
+    the bytes of each tenant on their side. All connections of a tier share one instance."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

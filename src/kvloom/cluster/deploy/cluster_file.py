@@ -222,7 +222,7 @@ class ClusterFile:
                 )
 
     def _check_ports(self) -> None:
-        """Raise ValueError if encode workers and prefill workers could share pages at the same port."""
+        """Raise ValueError if an encode worker and a prefill worker could listen on the same port to share their pages."""
         for group in self.workers:
             for other in self.workers:
                 if group.role == "encode" and other.role == "prefill":

@@ -69,7 +69,7 @@ class PromptKeys:
     """Number of tokens that the request marked as a public prefix."""
 
     def hashes(self, roots: Roots) -> list[int]:
-        """Return the block hashes of the prompt for the roots of some workers. Returns an empty list if the tokens of
+        """Return the block hashes of the prompt on workers with these root hashes (the hash before the first block). Returns an empty list if the tokens of
         the prompt are unknown. Takes about 0.2 µs per block. With an activated LoRA, the hashes equal those of the base
         model up to the invocation tokens, and differ from there on. With a public prefix, the hashes depend on the
         tenant only after the prefix.

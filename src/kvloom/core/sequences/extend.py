@@ -192,7 +192,7 @@ def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
 
 
 def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[MediaRun]:
-    """Retain the cached media runs (pages of images) that tokens up to `stop` read, and return them."""
+    """Retain the cached media runs (pages of images) that are needed to compute the tokens up to `stop`. Return them."""
     retained: list[MediaRun] = []
     if not seq.control.read:
         return retained

@@ -183,8 +183,8 @@ class Sequence:
         return min(ahead) if ahead and self.cache.has_states else None
 
     def table(self, group: int) -> Ids:
-        """Return the page ids of one token group, [runs, blocks], as a view. A run is one of the pages that a block
-        owns in the group."""
+        """Return the page ids of one token group, [runs, blocks], as a view. If the group has several pages
+        per block, the first dimension numbers them."""
         return self.cache.table(group)[:, self._open_row(), : int(self.cache.block_tables.blocks[self.row])]
 
     def states(self, group: int) -> Ids:

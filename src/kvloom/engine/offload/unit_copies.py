@@ -18,7 +18,8 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Copies pages in host memory to units in the same host memory, in background threads. If host memory has no
+    """Cuts pages into units of HASH_TOKENS tokens, which servers of every block size can use, and stores the units in the
+    same host memory. Works in background threads. If host memory has no
     space for a unit, the unit is left out.
     """
 

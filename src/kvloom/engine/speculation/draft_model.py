@@ -147,8 +147,8 @@ class DraftModelProposer:
         request.draft_missing = start if missing is None else min(start, missing)
 
     def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
-        """If the requests together lack more tokens than one run of the draft model can compute, compute these
-        tokens now. Otherwise the first run of the next draft computes them.
+        """Compute tokens that the draft model has not computed yet, if they are too many for one run of the draft model.
+        Otherwise the first run of the next draft computes them.
         """
         lacking = [request for request in requests if request.draft_missing is not None]
         if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:

@@ -10,7 +10,7 @@ modules by these functions.
 | `rms_norm`     | x [..., dim], any strides but dense in dim                      | the same shape, dense                                  |
 | `rms_norms`    | x [tokens, heads, dim], two norms                               | the same shape, dense                                  |
 | `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values                   | [tokens, dim]                                          |
-| `add_norm`     | x, y [..., dim], dense                                          | a norm of x, after a norm of y was added to x in place |
+| `add_norm`     | x, y [..., dim], dense                                          | adds a norm of y to x in place, then returns a norm of x |
 | `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
 | `linear_float32` | x [tokens, in], weight [out, in]                              | [tokens, out] in float32                               |
 | `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; stored token by token   |

@@ -233,8 +233,8 @@ class BatchBuilder:
     - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
       used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: the largest number of tokens of a sequence in a replayed step with draft trees, a multiple of
-      4. If it is 0, replayed steps have no trees.
+    - `tree_columns`: in a step that replays a CUDA graph, a draft tree may have up to this many tokens (a multiple of 4).
+      If it is 0, these steps have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 

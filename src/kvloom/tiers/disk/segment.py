@@ -228,8 +228,8 @@ class Segment:
         """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
         headers.
 
-        After a damaged frame, the method searches the following bytes for the next frame. All searches together read a
-        damaged file at most a few times.
+        After a damaged frame, the method searches the following bytes for the next frame. However many frames are damaged, all
+        searches together read at most a few times the size of the file.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES

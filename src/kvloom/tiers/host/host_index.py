@@ -287,7 +287,7 @@ class HostIndex:
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
         """Returns the accounts whose pages may be evicted for `account`, which is below its limit. These are `account`
         itself and all accounts that use more than their guaranteed part. While `account` uses less than its
-        guaranteed part, it loses no pages if there is another such account."""
+        guaranteed part, its own pages are evicted only if no other account uses more than its guaranteed part."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 
