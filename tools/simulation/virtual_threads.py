@@ -113,7 +113,9 @@ class VirtualThreads:
         return self._current
 
     def sleep(self, seconds: float) -> None:
-        self.block(self.now + max(TICK, seconds))
+        deadline = self.now + max(TICK, seconds)
+        while self.now < deadline:  # a notification of an earlier wait may end a block too soon
+            self.block(deadline)
 
     def start(self, run: Callable[[], object], name: str) -> _Task:
         """Start a thread."""
@@ -336,8 +338,8 @@ class _Lock:
 
     def release(self) -> None:
         world = self._world
-        if world.is_closed:
-            return
+        if world.is_closed or getcurrent() is not world.current.run:
+            return  # the second case: a killed thread is garbage-collected, and leaves its `with` blocks
         if self._owner is None:
             raise RuntimeError("release unlocked lock")
         self._depth -= 1
