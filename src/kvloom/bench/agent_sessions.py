@@ -70,10 +70,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """Parameters of the load. `turns` (of a session), `tokens` (that a turn adds) and `idle` (seconds before a turn)
-    are medians. Sessions start at random times within `seconds`. No prompt has more than `longest` tokens. The share
-    `fork_share` of the turns start branches or sub-agents. The share `edit_share` of the turns are sent again with a
-    different end.
+    """Parameters of the load. `turns` (of a session), `tokens` (that a turn adds) and `idle` (seconds before a
+    turn) are medians. Sessions start at random times within `seconds`. No prompt has more than `longest`
+    tokens. `fork_share` is the fraction of turns that start branches or sub-agents. `edit_share` is the
+    fraction of turns that are sent again with a different end.
     """
 
     sessions: int = 24
@@ -160,8 +160,8 @@ def _tokens(prompt: str) -> int:
 
 
 def shared_tokens(prompts: Iterable[str]) -> tuple[int, int]:
-    """Return how many words of the prompts an unlimited cache hits, and the number of all words. The hit of a prompt is
-    its longest prefix that an earlier prompt also has. The last word is never a hit.
+    """Return how many words of the prompts would be hits in an unlimited cache, and the number of all words.
+    The hit of a prompt is its longest prefix that an earlier prompt also has. The last word is never a hit.
     """
     root: dict[str, dict] = {}  # type: ignore[type-arg]
     hits = total = 0

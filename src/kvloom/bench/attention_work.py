@@ -1,7 +1,8 @@
 """Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-Unless a line of the report states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims.
-Its bf16 pages have 16 tokens and are in random order. `gpu_timing` times the calls.
+Each line of the report measures one layer with 32 query heads over 8 KV heads of 128 dims, unless the line
+states otherwise. The bf16 pages of this layer have 16 tokens and are in random order. `gpu_timing` times
+the calls.
 """
 
 from __future__ import annotations
@@ -236,9 +237,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return a lower bound, in microseconds, for `batch` sequences that share a prefix. It is the sum of two times:
-    one for the prefix, and one for the own tokens of the sequences. Each is the time for its bytes or for its
-    FLOPs, whichever is longer.
+    """Return a lower bound, in microseconds, for `batch` sequences that share a prefix. The bound is the sum of
+    two times: one for the prefix, and one for the tokens that each sequence has alone. Each of the two is the
+    time to read bytes or the time to compute FLOPs, whichever is longer.
     """
 
     def part(tokens_read: int, pairs: int) -> float:

@@ -1,7 +1,7 @@
 """Attention libraries as peers of `kvloom bench kernels`, if they are installed.
 
-The functions return calls that compute one layer over kvloom's pages. FlashInfer plans its work before the
-calls, and this time is not measured. A missing library has no calls.
+Each function returns callables that compute one layer over kvloom's pages. FlashInfer plans its work before
+the callables run, and the time of planning is not measured. A missing library has no callable.
 """
 
 from __future__ import annotations

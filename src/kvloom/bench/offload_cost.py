@@ -31,7 +31,7 @@ STEPS = 4
 
 
 class _TimedHostPages(HostPages):
-    """Host pages that measure the time to start copies. On a CPU this includes the copies themselves."""
+    """Host pages that measure the time to start copies. On a CPU, this time includes the copying."""
 
     seconds = 0.0
 

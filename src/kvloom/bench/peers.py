@@ -72,11 +72,11 @@ def vllm_life(
 ) -> Figures:
     """Return the microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
 
-    The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and `total`.
-    allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note` is a remark about
-    the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the pool is full of other
-    requests' blocks. Then no token is a hit, and the allocation evicts blocks. The scheduler's own work and its
-    admission check are not counted.
+    The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and
+    `total`. allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note`
+    is a remark about the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the
+    pool is full of other requests' blocks. Then no token is a hit, and the allocation evicts blocks. The
+    scheduler's own work and its admission check are not counted.
 
     vLLM's own code groups the layers of these layouts:
 
@@ -84,10 +84,10 @@ def vllm_life(
     - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups cache only a prompt's last
       window. With `evicting`, many blocks of the pool are therefore free.
     - `qwen3next`: 36 layers with a state and 12 full layers, four groups. vLLM has one page size for all groups, so
-      blocks cannot have 16 tokens. They have the smallest multiple of `block` that fits a state (544). A prefill
-      step ends where a state is stored. Hits end on multiples of 544.
+      blocks cannot have 16 tokens. They have 544 tokens, the smallest multiple of `block` with
+      which a state fits into a page. A prefill step ends where a state is stored. Hits end on multiples of 544.
     - `qwen3next-fine`: the layers of `qwen3next`, with vLLM's `prefix_match_unit` set to `block`. vLLM then hashes
-      every `block` tokens, and a hit may end on a prompt's last such boundary.
+      every `block` tokens, and a hit may also end at the last multiple of `block` of an earlier prompt.
     """
     cached = 0 if evicting else cached
     lives = 4 if evicting else repeats + WARM_UP + 2
@@ -176,12 +176,13 @@ def sglang_tree(
 ) -> Figures:
     """Return the microseconds of `match`, `insert` and `evict` on one of SGLang's prefix trees, and their `total`.
 
-    `core` is `python` for its RadixCache, or `rust` for the UnifiedRadixCache over the compiled core, which is the
-    server's default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor. The tree
-    has 256 prompts of `tokens` tokens with 8 different prefixes of `shared` tokens. Each round matches a new prompt
-    that continues a prefix and inserts it. Then it evicts the same number of tokens from the oldest leaf. Freed
-    slots are discarded, so only the tree is timed. The call leaves SGLang's trees and stubs of its other modules in
-    sys.modules. Do not call it in a process that serves with SGLang."""
+    `core` is `python` for SGLang's RadixCache, or `rust` for the UnifiedRadixCache over the compiled core,
+    which is the server's default. Both take token ids as array('q'), their fastest form, and slots as an int64
+    tensor. The tree has 256 prompts of `tokens` tokens with 8 different prefixes of `shared` tokens. Each round
+    creates a prompt that continues a prefix, matches the prompt, and inserts it. The round then evicts as many
+    tokens as it has added, from the oldest leaf. Freed slots are discarded, so only the tree is timed. The call
+    leaves SGLang's trees and stubs of its other modules in sys.modules. Do not call this function in a process
+    that serves with SGLang."""
     if tokens % page or shared % page or not shared < tokens:
         raise ValueError(
             f"{shared} shared of {tokens} tokens: give whole pages of {page}, some of them not shared"

@@ -1,6 +1,6 @@
 """Waste of the pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
 
-waste     share of the bytes in use that running sequences do not need: the unused end of the last block of a
+waste     fraction of the bytes in use that running sequences do not need: the unused end of the last block of a
           sequence, tokens before its window in the first block of the window, and padding
 capacity  the number of sequences that fit: sequences are opened and extended until one does not fit
 """
@@ -24,9 +24,10 @@ Ids = npt.NDArray[np.int32]
 
 
 def waste(cache: KVCache) -> tuple[int, float]:
-    """Return the bytes in use by running sequences, and the wasted share (defined in the module docstring).
+    """Return the bytes in use, and the wasted fraction of them (see the module docstring).
 
-    Shared pages count once. Free pages in occupied slabs do not count. O(sequences and their blocks)."""
+    Free pages in occupied slabs do not count as in use. A page that several sequences use counts once.
+    O(sequences and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
     in_use = cache.inspect.bytes_in_use
@@ -56,8 +57,8 @@ def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
     """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block
-    tables). A slot is wasted if the last token of no sequence can read it. `table` is the block table of a layer
-    group ([all row numbers, blocks]).
+    tables). A slot is needed if the last token of some sequence can read it. Otherwise it is wasted. `table` is
+    the block table of a layer group ([all row numbers, blocks]).
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)

@@ -5,9 +5,10 @@ The order of the routers changes with the round. All routers use the same worker
 a new router process. The prompts of each run begin with different words, so that no run hits pages of another
 run.
 
-The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it includes the
-pages that a decode worker pulled from them. It is compared with the hit rates of two other caches, which get
-the prompts in the order of sending: an unlimited cache, and a single LRU cache as large as all pools.
+The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it
+includes the pages that decode workers pulled from prefill workers. The hit rate is compared with the hit
+rates of two other caches, which get the prompts in the order of sending: an unlimited cache, and a single
+LRU cache as large as all pools.
 """
 
 from __future__ import annotations

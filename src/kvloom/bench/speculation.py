@@ -72,8 +72,8 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return `count` pairs of a prompt and an output, as token ids. Each prompt is from another module. The output
-    replaces the model's own tokens, unless it is empty.
+    """Return `count` pairs of a prompt and an output, as token ids. Each prompt is from a different Python
+    module. An output that is not empty replaces the model's own tokens.
     """
     found = []
     for name in MODULES[:count]:

@@ -158,7 +158,9 @@ class KVCache:
         return public_length(control.public_tokens, length, self.block_tokens, media)
 
     def _prefix(self, ids: Ids, control: CacheControl, media: Many[Media]) -> Prefix:
-        """Return the root hash, the root hash of images, the public tokens and the marks of a prompt."""
+        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of
+        public tokens, and the images. If there is a public prefix, a mark of the first private token follows the
+        images."""
         root = self.root_hash(control)
         public = self.public_length(control, len(ids), media) if control.public_tokens else 0
         if not public:
@@ -196,8 +198,8 @@ class KVCache:
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """Return the reason why the hit is not longer. With `across_tenants`, prefixes of other tenants are also
-        searched. Show the result of such a search only to operators, because it reveals prompts of other tenants. Does
-        not modify the cache. O(roots)."""
+        searched. Show the result of such a search only to operators, because it reveals prompts of other tenants.
+        Does not modify the cache. O(root hashes in the cache)."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
@@ -343,7 +345,8 @@ class KVCache:
 
     @property
     def full_columns(self) -> npt.NDArray[np.intp]:
-        """The columns of token groups with full attention. Only pages of these columns can become cold."""
+        """The columns of the block tables that belong to token groups with full attention. Only the pages in these
+        columns can become cold (move to host memory)."""
         return self.state.full_columns
 
     # -- retention ------------------------------------------------------------------------------
@@ -388,9 +391,9 @@ class KVCache:
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group, indexed [run, row, block]. A block owns one page per run (the
-        layers that share a page). A row number stands for an open sequence. The result is a view that always shows the
-        current page ids."""
+        """Return the block tables of one token group, indexed [run, row, block]. A run is the set of layers that
+        share a page, so a block owns one page per run. A row number stands for an open sequence. The result is a
+        view that always shows the current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")

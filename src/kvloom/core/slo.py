@@ -132,7 +132,8 @@ class StepTimes:
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Add a measured step. A step above four times the estimate counts as four times the estimate."""
+        """Add a measured step. If the step took more than four times the estimate, four times the estimate is added
+        instead."""
         if seconds <= 0:
             return
         if self.is_known and (expected := self.seconds(size)):

@@ -871,7 +871,8 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Start a beam search. The request and its children become the slots, each of which runs one beam."""
+        """Start a beam search. The request and its children become the slots of the search. Each slot runs one
+        beam."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)

@@ -170,13 +170,15 @@ class LLM:
         slo: Objective | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[Result]:
-        """Return results in the order of the prompts. All requests run together. If one of them can never run,
-        raises ValueError and runs none.
+        """Return results in the order of the prompts. All requests run together. If one of them can never run, raises
+        ValueError and runs none.
 
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
-        caching options: tenant, session, `store`, `read`, priorities of token ranges, public prefix.
+        caching options: tenant, session, whether pages are stored (`store`) and cached pages are used (`read`),
+        eviction priorities of token ranges, and a public prefix.
 
-        `lora` is the name of a LoRA adapter for all prompts, or a list with one name per prompt. None is the base model.
+        `lora` is the name of a LoRA adapter for all prompts, or a list with one name per prompt. None is the base
+        model.
 
         With `slo`, a prompt that cannot meet the objective is not run. Its answers are empty and have the finish
         reason "slo", and `Result.slo` has the reason. Earlier prompts of the list are scheduled first.

@@ -73,9 +73,9 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Update the counts of units after a block became complete or incomplete. A unit is HASH_TOKENS tokens of a
-        block, and may be part of two blocks. Return the hashes of the units that the tier did not have before (if
-        `is_stored`), or no longer has."""
+        """Update the counts of units (HASH_TOKENS tokens each) after a block became complete or incomplete. A full
+        block and a partial block with the same first tokens may contain the same unit. Return the hashes of the
+        units that the tier did not have before (if `is_stored`), or no longer has (otherwise)."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

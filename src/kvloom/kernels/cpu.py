@@ -5,15 +5,20 @@ In a small model, the overhead of torch calls takes most of a step. Each functio
 calls, and attention reads pages in place. Only float32 is supported (see `supports`). Other tensors run in torch,
 with results equal up to rounding.
 
-| function         | takes                                                      | returns                                                                             |
-|------------------|------------------------------------------------------------|-------------------------------------------------------------------------------------|
-| `rms_norm`       | x [..., dim]                                               | the same shape, dense                                                               |
-| `act_and_mul`    | x [..., 2 * dim]                                           | [..., dim]                                                                          |
-| `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]             | x, rotated in place                                                                 |
-| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages                                                 |
-| `decode`         | q [queries, heads, dim], pages, tables, visible tokens     | [queries, heads, dim of v]                                                          |
-| `attention_step` | q, k and v of each new token in one tensor row             | [tokens, heads, dim of v], after `rotate_`, `write_tokens` and `decode` in one call |
-| `multiply`       | x [rows, dim], weight [columns, dim]                       | [rows, columns], or added to a tensor                                               |
+| function         | takes                                           | returns                               |
+|------------------|-------------------------------------------------|---------------------------------------|
+| `rms_norm`       | x [..., dim]                                    | the same shape, dense                 |
+| `act_and_mul`    | x [..., 2 * dim]                                | [..., dim]                            |
+| `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]  | x, rotated in place                   |
+| `write_tokens`   | pages [pages, block, heads, dim], new [tokens,  | nothing: writes the tokens to pages   |
+|                  | heads, dim]                                     |                                       |
+| `decode`         | q [queries, heads, dim], pages, tables, visible | [queries, heads, dim of v]            |
+|                  | tokens                                          |                                       |
+| `attention_step` | q, k and v of each new token in one tensor row  | [tokens, heads, dim of v]: the result |
+|                  |                                                 | of `rotate_`, then `write_tokens`,    |
+|                  |                                                 | then `decode`                         |
+| `multiply`       | x [rows, dim], weight [columns, dim]            | [rows, columns]; with `into`, `into`  |
+|                  |                                                 | plus the product, in place            |
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. `prefill_ms` has the coefficients of a polynomial in the prompt tokens of a step,
-    and `decode_ms` those of a polynomial in the used share of the pool. Both polynomials give milliseconds. The
-    coefficient of the highest power is the first.
+    """Times and limits of a worker. Two polynomials give times in milliseconds. The variable of `prefill_ms` is
+    the number of prompt tokens in a step. The variable of `decode_ms` is the used fraction of the pool. Both
+    fields have three coefficients, that of the highest power first.
     """
 
     token_budget: int = 8192

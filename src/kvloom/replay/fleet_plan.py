@@ -46,8 +46,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The smallest fleets that meet the objective: `mixed` without roles, and `split` with prefill and decode workers.
-    A fleet is None if no such fleet up to the limit meets the objective."""
+    """The smallest fleets that meet the objective. `mixed` is a fleet without roles, and `split` a fleet with
+    prefill and decode workers. Each is None if no fleet of its type within the limit of workers meets the
+    objective."""
 
     objective: Objective
     mixed: FleetOutcome | None
@@ -112,9 +113,10 @@ def plan_fleet(
     windows: int = 4,
     progress: Callable[[str], None] = lambda text: None,
 ) -> FleetPlan:
-    """Find the smallest fleets of at most `limit` workers with `blocks` blocks each. Replays the trace about 20 times.
-    If a fleet with roles meets the objective, also divides the time of the trace into `windows` parts, and finds the
-    best number of prefill workers for each part. `speed` and `link_tokens` are those of `replay_fleet`.
+    """Find the smallest fleets of at most `limit` workers with `blocks` blocks each. Replays the trace about 20
+    times. If a fleet with roles meets the objective, the trace is also divided into `windows` parts of equal
+    time. The function then finds the best number of prefill workers for each part. `speed` and `link_tokens`
+    have the same meaning as in `replay_fleet`.
 
     Raises ValueError without an objective, or if prompt and output of a request exceed a pool.
     """

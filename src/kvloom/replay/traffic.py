@@ -121,9 +121,9 @@ def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tu
     """Replace the block ids of each request (`rows`) by numbers from 0. Return the requests, and the number of
     distinct numbers.
 
-    Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for an
-    invalid id. If each id has the same preceding block wherever it occurs, array operations number the blocks in
-    O(n log n). Hashes of whole prefixes are such ids. Otherwise a slower Python loop numbers the blocks.
+    Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for
+    an invalid id. If each id always follows the same block, array operations number the blocks in O(n log n).
+    Hashes of whole prefixes have this property. Otherwise a slower Python loop numbers the blocks.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

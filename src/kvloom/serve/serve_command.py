@@ -284,11 +284,12 @@ def _chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
-    """Return path, name and arguments of each model to serve. The models of the command line come first, then
-    those of the configuration file.
+    """Return path, name and arguments of each model to serve. The models of the command line come first, then the
+    models of the configuration file.
 
-    A table [models.NAME] of the configuration file adds a model, or sets the arguments of the model NAME of the
-    command line. Raises ValueError for a table that sets no model if the command line has no model NAME.
+    A table [models.NAME] of the configuration file may set the arguments of the model NAME of the command line.
+    If the command line has no model NAME, the table adds a model. Raises ValueError if such a table has no
+    field `model`.
     """
     from kvloom.models.specs import folder_of
 

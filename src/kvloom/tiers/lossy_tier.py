@@ -1,6 +1,6 @@
 """A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
-A caller names a page in its exact form or in its lossy form (`Form.exact`):
+A caller reads and writes a page in its exact form or in its lossy form (`Form.exact`):
 
     write either form     -> stored re-encoded, under the block hash and the lossy form
     read the lossy form   -> decoded to the page's own dtype, with a rounding error
@@ -52,8 +52,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page get the same key, so
-        the inner tier stores only one of them."""
+        """Returns the objects as the inner tier stores them. A page has the same key in the inner tier, whether the
+        caller uses its exact or its lossy form. The inner tier therefore stores each page once."""
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
         else:

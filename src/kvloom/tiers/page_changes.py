@@ -41,8 +41,8 @@ class PageChanges:
         )  # key, and block hash of a stored page, or None for a removed page
 
     def stored(self, keys: Iterable[bytes], block_hashes: Sequence[bytes]) -> None:
-        """Record stored pages. `block_hashes` has one block hash per key. The hash of a block with several units
-        (`core.BlockHash`) also contains the hashes of the units."""
+        """Record stored pages. `block_hashes` has one block hash per key. If a block consists of several units of
+        HASH_TOKENS tokens, its hash is a `core.BlockHash`, which also contains the hashes of the units."""
         self._changes.extend(zip(keys, block_hashes, strict=True))
 
     def removed(self, keys: Iterable[bytes]) -> None:

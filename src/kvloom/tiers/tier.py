@@ -228,7 +228,8 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every page to the same position in the object's range. Returns the transfer.
+        """Reads bytes [start, stop) of every page. They are written to the same bytes [start, stop) of the page's
+        memory in `into`. Returns the transfer.
 
         `part` is (start, stop) and must begin and end at boundaries of layer runs. None means the whole page. A
         tier serves reads in the order of the calls, so layers that are requested first arrive first.

@@ -25,8 +25,9 @@ class TierPages:
     opened.
 
     `tiers` are the URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With
-    `pin`, host memory is pinned, as a GPU needs it. If `others` is given, these open tiers replace all configured
-    tiers except the host tier. Only one thread may use `manager`. For several threads, use `WaitingPages`.
+    `pin`, host memory is pinned, as a GPU needs it. `others` are tiers that are already open. If given, they
+    replace all configured tiers except the host tier. Only one thread may use `manager`. For several threads,
+    use `WaitingPages`.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Start to record which pages host memory and disk tiers store and remove. Returns one pair for each recorded
-        tier: the tier's medium, by vLLM's name ("CPU" or "STORAGE"), and the changes of the tier. Shared stores are not
-        recorded, because other processes change them too.
+        """Start to record the pages that are stored in, and removed from, host memory and disk tiers. Returns two
+        values for each recorded tier: its medium, by vLLM's name ("CPU" or "STORAGE"), and its changes. Shared
+        stores are not recorded, because other processes change them too.
         """
         found = [("CPU", self.host.watch())]
         for place in self.manager.tiers:

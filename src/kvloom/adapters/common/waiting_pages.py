@@ -1,11 +1,11 @@
 """Pages in tiers, for an engine whose own threads call these functions and wait for the results.
 
-    lookup(batches)        which pages host memory or a tier has
+    lookup(batches)        which pages are in host memory or in a tier
     load(objects, copy)    load pages into host memory, then call `copy`, which copies them to the engine
     store(objects, copy)   call `copy`, which fills pages of host memory, then queue writes to the other tiers
 
-Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted and logged by
-the transfer manager.
+Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted
+and logged by the transfer manager.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WaitingPages:
         self._lock = threading.Lock()  # guards the counts, and the manager's list of pages to write back
 
     def lookup(self, batches: Sequence[Objects]) -> list[Mask]:
-        """Return for each batch which of its objects host memory or a tier has."""
+        """Return, for each batch, which of its objects are in host memory or in a tier."""
         lookup = self.tiers.manager.lookup(batches)
         self._wait(lambda: lookup.done)
         return lookup.found
@@ -123,8 +123,8 @@ class WaitingPages:
         self.tiers.close()
 
     def _split(self, objects: Objects) -> Iterator[tuple[int, Objects]]:
-        """Split objects into batches that fit into a part of host memory. Yield each batch with the index of its
-        first object."""
+        """Split objects into batches, so that each batch uses at most 1 / BATCH_PART of host memory. Yield each
+        batch with the index of its first object."""
         each = max(1, self.tiers.host.capacity // BATCH_PART // objects.form.page_bytes)
         if len(objects) <= each:
             yield 0, objects

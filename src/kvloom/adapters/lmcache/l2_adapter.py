@@ -2,12 +2,12 @@
 
 LMCache's controllers submit tasks and poll event file descriptors. Threads run the tasks, so no call waits:
 
-    submit_store_task            one thread     copy into host memory, queue writes to the other tiers
+    submit_store_task            one thread     copy into host memory, then queue writes to the other tiers
     submit_lookup_and_lock_task  one thread     lookup in all tiers
-    submit_load_task             two threads    load into host memory, copy into LMCache's objects
+    submit_load_task             two threads    load into host memory, then copy into LMCache's objects
 
-An object that is missing, late or damaged is a miss. LMCache's locks have no effect here: an object that is evicted
-between lookup and load is a miss, too.
+An object that is missing, late or damaged is a miss. LMCache's locks have no effect here: an object that
+is evicted between lookup and load is a miss, too.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class _Tasks:
 
 
 class KvloomL2Adapter(L2AdapterInterface):
-    """One L2 adapter over kvloom's tiers. `params` are its settings. If `others` is given, these open tiers replace all
-    configured tiers except the host tier. Raises ValueError for wrong settings, or if a required tier cannot be opened.
-    Thread-safe.
+    """One L2 adapter over kvloom's tiers. `params` are its settings. `others` are tiers that are already open.
+    If given, they replace all configured tiers except the host tier. Raises ValueError for wrong settings, or
+    if a required tier cannot be opened. Thread-safe.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class PoolPages:
             copy_pages(arena, ours, memory, pool, size)
 
     def write(self, indices: torch.Tensor, pages: Offsets, arena: npt.NDArray[np.uint8], at: Offsets) -> None:
-        """Copy pages from the arena to the pool. The arguments are those of `read`."""
+        """Copy pages from the arena (kvloom's host memory) to the pool. The arguments are those of `read`."""
         if self.is_flat:
             for index, offset in self._first_slots(indices, pages, at):
                 page = self.pool.get_dummy_flat_data_page()
@@ -93,7 +93,7 @@ class PoolPages:
         return copies
 
     def _first_slots(self, indices: torch.Tensor, pages: Offsets, at: Offsets) -> list[tuple[int, int]]:
-        """Return, for each page, its first token slot and its offset in the arena."""
+        """Return, for each page, its first token slot and its offset in the arena (kvloom's host memory)."""
         first = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages), 0]
         return list(zip(first.tolist(), at.tolist(), strict=True))
 

@@ -51,9 +51,9 @@ KV = str(PoolName.KV)
 
 
 class KvloomStorage(HiCacheStorage):
-    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in `kwargs`. If
-    `others` is given, these open tiers replace all configured tiers except the host tier. Raises ValueError for wrong
-    settings. Thread-safe.
+    """One storage backend over kvloom's tiers. SGLang passes its storage config, and further arguments in
+    `kwargs`. `others` are tiers that are already open. If given, they replace all configured tiers except the
+    host tier. Raises ValueError for wrong settings. Thread-safe.
     """
 
     def __init__(

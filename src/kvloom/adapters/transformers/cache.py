@@ -35,9 +35,9 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """One forward of the model. `tokens` has the new tokens of each sequence. They begin at position `start`, which
-    is the same in all sequences. `pages` stores the results of `_page_ids`. Its keys are `group` and `run` of a
-    LayerView.
+    """One forward of the model. `tokens` has the new tokens of each sequence. They begin at position `start`,
+    which is the same in all sequences. `pages` caches the results of `_page_ids`. The key of a result is
+    (`group`, `run`), which selects the block table of a layer.
     """
 
     start: int

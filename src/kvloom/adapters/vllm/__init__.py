@@ -4,7 +4,7 @@
     settings.py          Settings: `kv_connector_extra_config`
     identity.py          what identifies the weights of a model and of a LoRA adapter
     request_hashes.py    block hashes of a request, salted with model, adapter and cache salt
-    block_groups.py      BlockGroup: block size, window and form of a KV cache group
+    block_groups.py      BlockGroup: block size, window and byte layout of a KV cache group
     shard.py             Shard: the part of the model that a worker has
     layer_pages.py       copies between vLLM's layer tensors and host memory
     tier_events.py       TierEvents: block events of tiers in vLLM's format

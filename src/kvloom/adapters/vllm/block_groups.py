@@ -139,7 +139,7 @@ def _chunk(spec: KVCacheSpec) -> int:
 
 
 def _only(sizes: set[int], name: str) -> int:
-    """Return the size that all layers of a group have. Raises ValueError if they differ."""
+    """Return the size that all layers of a group have. Raises ValueError if layers have different sizes."""
     if len(sizes) != 1:
         raise ValueError(
             f"layers of one KV cache group have {name} of {sorted(sizes)} tokens; they must be equal"

@@ -40,9 +40,9 @@ class Shard:
 
 
 def worker_count(parallel: ParallelConfig) -> int:
-    """Return the number of workers in all replicas. For models without experts, vLLM sets the number of replicas in
-    the config to 1, so the real number is unknown. The result then counts the replicas up to and including the
-    replica of this config.
+    """Return the number of workers in all replicas. For models without experts, vLLM sets the number of
+    replicas in the config to 1, so the real number is unknown. The result then counts only the workers of
+    replicas up to and including the replica of this config.
     """
     replicas = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
     return int(parallel.world_size * replicas)

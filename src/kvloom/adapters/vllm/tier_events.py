@@ -1,8 +1,9 @@
-"""Block events of tiers in vLLM's format: which blocks host memory and disk have stored and removed.
+"""Block events of tiers in vLLM's format: which blocks were stored in, and removed from, host memory and
+disk.
 
 Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler
-publishes events with vLLM's hashes. To translate, the scheduler stores both hashes of every block that this
-process has stored.
+publishes events with vLLM's hashes. To translate, the scheduler remembers both hashes of every block that
+this process has stored.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Store the fields of block `index` of a request for later events. The block is about to be stored in tiers
-        under `block_hash`.
+        """Remember the fields of block `index` of a request, for later events. The block is about to be stored in
+        tiers under `block_hash`.
         """
         if group not in self._groups or index >= len(request.block_hashes):
             return

@@ -4,7 +4,8 @@
     Load   ──> copy from the leased pages into blocks ──> finished, or failed if a page is missing
     Store  ──> copy from blocks into host memory ──> queued writes to the other tiers
 
-If a page is missing, late or damaged, no answer includes a position that needs this page. vLLM recomputes its tokens.
+If a page is missing, late or damaged, no answer includes a position that needs this page. vLLM
+recomputes the tokens of the page.
 """
 
 from __future__ import annotations
@@ -235,20 +236,22 @@ class WorkerSide:
         return True
 
     def _needed(self, job: _LookupJob, number: int) -> Objects:
-        """Return the pages of group `number` that the job needs to resume at its target."""
+        """Return the pages of group `number` that the job needs to resume at position `job.target`."""
         group, objects = self._groups[number], job.objects[number]
         first, last = self._first(job, number), (job.target - job.message.start) // group.block_tokens
         return Objects(objects.block_hashes[first:last], objects.group, objects.form)
 
     def _first(self, job: _LookupJob, number: int) -> int:
-        """Return the index of the first block of group `number` that the job needs."""
+        """Return the index of the first block of group `number` that the job needs to resume at position
+        `job.target`."""
         group = self._groups[number]
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether a tier is estimated to need longer to load its part of the `missing` pages than vLLM needs to
-        compute the tokens up to the job's target. If so, raise the estimated throughput of this tier, so that it is
-        tried again later. Returns False if all pages are in host memory, or if too little was measured.
+        """Return whether loading is estimated to be slower than computing. This is true if a tier needs longer to
+        load its part of the `missing` pages than vLLM needs to compute the tokens up to position `job.target`. If
+        so, raise the estimated throughput of this tier, so that it is tried again later. Returns False if all pages
+        are in host memory, or if too little was measured.
         """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:
@@ -270,8 +273,8 @@ class WorkerSide:
         return slow
 
     def _lease(self, job: _LookupJob) -> bool:
-        """Lease the loaded pages of a job. If pages are missing, record which pages, release all leases and return
-        False.
+        """Lease the loaded pages of a job. If pages are missing, record the missing pages, release all leases and
+        return False.
         """
         complete = True
         for number in range(len(self._groups)):

@@ -59,9 +59,9 @@ class AdapterOffer:
 class Offer:
     """A model that one worker serves, as the worker reports it to the router.
 
-    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM), or did not
-    state it. The router then hashes the published tokens itself. `capacity` is the size of the pool in tokens.
-    `events` and `replay` are the addresses of the event stream."""
+    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM),
+    or has not reported the name. The router then hashes the published tokens itself. `capacity` is the size of
+    the pool in tokens. `events` and `replay` are the addresses of the event stream."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)

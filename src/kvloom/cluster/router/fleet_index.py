@@ -64,7 +64,7 @@ class WorkerBlocks:
     """The data of the index about one worker, in addition to its blocks.
 
     If `trusts_hashes`, the worker's block hashes are those of `kvloom.core`. Otherwise the worker is foreign, such
-    as vLLM. The router then hashes the tokens of its events itself, starting from `root`. `names` maps a foreign
+    as vLLM. The router then hashes the tokens of the worker's events, starting from `root`. `names` maps a foreign
     hash to the router's hashes of the same block.
     """
 

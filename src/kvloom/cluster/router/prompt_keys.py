@@ -234,7 +234,8 @@ def _is_image(part: Any) -> bool:
 
 
 def _digest(part: Any, size: int) -> str:
-    """Return a text of `size` characters that depends on the content of a part. O(bytes of the part)."""
+    """Return a text of `size` characters that depends on the content of `part`, a part of a message. O(bytes of
+    the part)."""
     digest = blake2b(msgspec.json.encode(part), digest_size=32).hexdigest()
     return (digest * (size // len(digest) + 1))[:size]
 

@@ -87,8 +87,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that the router sent to a worker at time `at`, with `tokens` tokens. The worker must compute
-    `compute` of these tokens, which takes an estimated time of `seconds`.
+    """A request that the router sent to a worker at time `at`, with `tokens` tokens. `compute` is the number of
+    these tokens that the worker must compute, and `seconds` is the estimated time for this.
     """
 
     compute: int
@@ -132,7 +132,8 @@ class WorkerLoad:
         return max(0.0, self.busy_until - now)
 
     def sent(self, key: object, compute: int, tokens: int, now: float) -> None:
-        """Record a request of `tokens` tokens that was sent to the worker. The worker computes `compute` of them."""
+        """Record a request of `tokens` tokens that was sent to the worker. `compute` is the number of these tokens
+        that the worker must compute."""
         seconds = self.speed.prefill(compute)
         self.requests[key] = _Sent(compute, tokens, seconds, now)
         self.tokens += tokens

@@ -239,7 +239,8 @@ class Adaptive:
             self._learn_ends()
 
     def _count_hits(self, visit: Visit, before: Visit | None, path: Sequence[Entry], now: float) -> None:
-        """Record the uses of the entries in the shadow, and compare the hits of the request with those of LRU."""
+        """Record the uses of the entries in the shadow LRU. Compare the hits of the request with the hits that LRU
+        would have had."""
         shadow, lost = self.shadow, 0.0
         if visit.lru_share and before is not None:
             # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.
@@ -269,8 +270,9 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start up to two samples. A sample is a position whose time until the next use the model learns from. One
-        sample is in the middle of the request's new tokens. The other is in an entry that the request hit."""
+        """Start up to two samples. A sample is a position in the sequence. The model learns from the time until
+        this position is used again. One sample is in the middle of the request's new tokens. The other is in an
+        entry that the request hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -303,11 +305,11 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a request that returned to a visit. The counts are by the number of last tokens of the visit that the
-        request did not use.
+        """Count a request that returned to a visit, by how many of the visit's last tokens the request did not use.
+        There is one count for each bit length of this number.
 
-        `without` is this number. With `at_most`, the number is unknown, and `without` is an upper bound. The
-        request then adds a fraction to the count of each possible number, in proportion to the earlier counts.
+        `without` is the number. With `at_most`, the number is unknown, and `without` is an upper bound. The request
+        then adds a fraction to the count of each shorter bit length, in proportion to the earlier counts.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:

@@ -257,10 +257,10 @@ class Cost:
 
 
 class CostAware:
-    """Evicts the entry with the smallest value first (GDSF: greedy dual size frequency). Each use sets the value of
-    an entry to a sum of two parts. The first part is the recompute seconds per byte, times the number of uses. The
-    second part is the largest value that was evicted so far. Newer entries therefore have larger values than
-    entries that are no longer used."""
+    """Evicts the entry with the smallest value first (GDSF: greedy dual size frequency). Each use sets the
+    value of an entry to a sum of two parts. The first part is the recompute seconds per byte, times the number
+    of uses. The second part is the largest value of an entry that was evicted so far. Newer entries therefore
+    have larger values than entries that are no longer used."""
 
     name = "cost"
 

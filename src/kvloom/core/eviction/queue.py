@@ -66,9 +66,9 @@ class EvictionQueue(Generic[E]):
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
         """Return the sort key: the rank of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. Several waiting requests may hit such an entry,
-        and the request that is scheduled first counts. The entry whose first request is scheduled latest is evicted
-        first.
+        Within a rank, entries that waiting requests will hit come last. If several waiting requests will hit an
+        entry, the request that is scheduled first counts. Among these entries, the entry whose first request is
+        scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]

@@ -1,15 +1,16 @@
 """Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size, and owns no pages.
 
-LRU keeps the most recently used tokens. Its content is therefore known from one number, the cutoff: the time since which
-the used tokens just fill the cache. A token would be a hit under LRU if its last use is after the cutoff. The shadow
-counts the tokens by the time of their last use, in about a thousand buckets, and moves the cutoff.
+LRU keeps the most recently used tokens. Its content is therefore known from one time, the cutoff: all
+tokens that were used since the cutoff just fill the cache. A token would be a hit under LRU if its last use
+is after the cutoff. The shadow counts the tokens by the time of their last use, in about a thousand
+buckets, and moves the cutoff.
 
     sizes    │ 12 │ 40 │  9 │ 31 │ 25 │ 38 │      tokens by last use, oldest left
               ·········├── fill the cache ──┤
                        cutoff              now
 
-The shadow follows all traffic, not a sample. Tokens that the policy evicted are counted, too: ghosts report their uses.
-The number of these tokens is an estimate, because the cache no longer has them.
+The shadow follows all traffic, not a sample. Tokens that the policy evicted are counted, too: ghosts
+report their uses. The number of these tokens is an estimate, because the cache no longer has them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ShadowLRU:
         return self._loss / max(self._looked_up, FIRST * self.capacity, 1.0)
 
     def share(self, last_used: float) -> float:
-        """Return the share of tokens with this time of last use that LRU would still have, from 0 to 1."""
+        """Return the fraction, from 0 to 1, that LRU would still have of the tokens that were last used at
+        `last_used`."""
         starts, first = self._starts, self._first
         if last_used < starts[first]:
             return 0.0

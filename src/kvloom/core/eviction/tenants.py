@@ -1,8 +1,8 @@
 """Tenants. Each tenant has one account, with a quota and a guaranteed share of the pool.
 
-Quotas and shares limit memory use. They are not needed for isolation: the tenant's salt is part of the block hashes,
-so other tenants cannot hit the tenant's pages. Only blocks that a request marked public are shared. They are charged to
-a separate account.
+Quotas and shares limit memory use. They are not needed for isolation: the tenant's salt is part of the
+block hashes, so other tenants cannot hit the tenant's pages. Only blocks that a request marked public can
+be hit by all tenants. They are charged to a separate account.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Tenant:
     pool, but quotas do not.
 
     If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A
-    tenant that has at most one open sequence may even evict cached pages in the protected half of such a share.
-    One long request can therefore use the memory of all shares that are not firm.
+    tenant that has at most one open sequence may even evict cached pages in the protected half of a share that
+    is not firm. One long request can therefore use the memory of all shares that are not firm.
     """
 
     name: str

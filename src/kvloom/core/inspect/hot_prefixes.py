@@ -24,8 +24,8 @@ again, even if the node has not changed."""
 
 
 class HotPrefixes:
-    """The `most` nodes of one tree with the most hits. A pass visits every node once. Reports show the result of the
-    last complete pass.
+    """The nodes of one tree with the most hits, at most `most` of them. A pass visits every node once. Reports
+    show the result of the last complete pass.
     """
 
     def __init__(self, state: CacheState, most: int) -> None:

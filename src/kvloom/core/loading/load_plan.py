@@ -54,8 +54,8 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group whose page of the next block must be in a tier, if tiers are to extend the hit. This is a
-    group with full attention, because every longer hit needs its page of the next block.
+    """Return a group with full attention. Every longer hit needs this group's page of the next block. If no
+    tier has that page, tiers cannot extend the hit.
 
     Returns None if no group has full attention. Also returns None if the model has states, because a prompt can
     then resume at a snapshot inside the next block.

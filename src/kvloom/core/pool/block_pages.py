@@ -1,9 +1,9 @@
-"""The page ids of blocks, as arrays. A row of such an array contains the page ids of one block, one state or one
-block of an image.
+"""The page ids of blocks, as arrays. A row of such an array contains the page ids of one block, one state
+or one block of an image.
 
-This module stores the size class of each column of a row, and converts pages to bytes for the accounts. If a slab has
-several pages, compaction can move them. For such pages, the module also records the owner of each cached page, which is
-an entry of the prefix cache.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts.
+Compaction can move pages in slabs of several pages. For each cached page in such a slab, the module also
+records the owner, an entry of the prefix cache.
 """
 
 from __future__ import annotations

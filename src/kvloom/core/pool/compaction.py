@@ -48,7 +48,7 @@ class Compaction:
 
     def compact_one_slab(self, cheaply: bool) -> bool:
         """Move all pages out of one partly used slab, so that it becomes free. Returns whether a slab was emptied.
-        With `cheaply`, only a slab with at most half of its pages in use or cached is emptied."""
+        With `cheaply`, a slab is emptied only if at most half of its pages are in use or cached."""
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:
                 continue

@@ -91,8 +91,8 @@ class Checkpoints:
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
         """Yield `node` and its ancestors, each with a range of its blocks. The range contains the blocks that start
-        before `position` and that the query at position `query` sees. It counts from the first block of the node.
-        `window` is the index of the windowed group in `self.windows`."""
+        before `position` and that the query at position `query` sees. Block numbers in the range count from the
+        first block of the node. `window` is the index of the windowed group in `self.windows`."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:

@@ -66,7 +66,7 @@ class MediaCache:
         return run
 
     def retain(self, run: MediaRun, now: float) -> None:
-        """Add one user of a media run. It cannot be evicted until all users release it."""
+        """Add one user of a media run. The run cannot be evicted until all its users have released it."""
         run.account.retain(self.pages.retain(run.rows))
         run.users += 1
         run.hits += 1

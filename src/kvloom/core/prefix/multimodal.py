@@ -66,9 +66,9 @@ def activation_mark(tokens: npt.NDArray[np.integer], invocation: Sequence[int], 
 
 
 def public_length(tokens: int, length: int, block_tokens: int, media: Sequence[Media] = ()) -> int:
-    """Return how many tokens of a prompt of `length` tokens are public, if the request marked the first `tokens`
-    tokens. The result is a multiple of `block_tokens`, leaves the last token of the prompt private, and is not inside
-    an image. The token after the result is not the start of an activated LoRA."""
+    """Return how many tokens of a prompt of `length` tokens are public, if the request marked the first
+    `tokens` tokens. The result is a multiple of `block_tokens`. The last token of the prompt is never public.
+    The first private token is neither in an image nor the first token to which an activated LoRA applies."""
     end = min(tokens, length - 1) // block_tokens * block_tokens
     for item in sorted(media, key=lambda m: m.start, reverse=True):
         if item.start <= end < item.stop:

@@ -99,8 +99,8 @@ class OffloadSource:
             marks.settled = max(marks.settled, at)
 
     def on_trim(self, node: Node, end: int) -> None:
-        """Pass the pages of tokens from `end` on to the listener, before they are evicted from `node`. If `end` is
-        inside a block, the whole block is passed."""
+        """Pass pages of `node` to the listener, before they are evicted: the pages of the tokens from position
+        `end` to the end of the node. If `end` is inside a block, the whole block is passed."""
         first = max(end, node.start) // self._block - node.start // self._block
         self._collect(node, first, node.count, evicted=True)
         if node.offload is not None:

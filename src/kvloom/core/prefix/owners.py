@@ -3,9 +3,10 @@
     block      0 … public_blocks - 1      public_blocks …
     charged    public account             account of the tenant
 
-Pages do not record their account. It follows from the number of the block, because a public prefix ends at a block
-boundary. The tenant's account also counts the public pages that the tenant's sequences, pins and loads retain, each
-page once (`Account.borrowed`). Its quota and share limit them like its own pages.
+Pages do not record their account. The account follows from the number of the block, because a public
+prefix ends at a block boundary. The tenant's account also counts the public pages that the tenant's
+sequences, pins and loads retain, each page once (`Account.borrowed`). The tenant's quota and share limit
+these public pages like its own pages.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class BlockOwners:
         self.account.release(*pages.release(rows))
 
     def give_up(self, pages: BlockPages, rows: Ids, block: int) -> Account:
-        """Return the account of the pages `rows` of one block, because a pending copy takes over the references to
-        them."""
+        """Return the account to which the pages `rows` of one block are charged. If the block is public, the tenant
+        no longer borrows the pages. Call this method when a pending copy takes over the references to the pages."""
         if block < self.public_blocks:
             self._give_back(pages, rows)
         return self.at(block).account

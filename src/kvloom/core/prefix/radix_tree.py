@@ -196,8 +196,9 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention, owner: Owner) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only if
-        no other request uses the node or has hit it, and if the node has the given retention and owner."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
+        if no other request uses the node or has hit it. The node must also have the given owner and retention
+        (priority and expiry time)."""
         return (
             node.parent is not None
             and not node.children

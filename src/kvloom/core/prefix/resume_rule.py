@@ -1,10 +1,11 @@
 """The resume rule: the positions at which a prompt may resume. Radix tree, hash index and load plan use it.
 
-Position p is valid if every windowed group has pages for [first_visible(p), p), and every state group has a
-snapshot at p. The rule does not test groups with full attention, because they have a page for every matched token.
+Position p is valid if every windowed group has pages for [first_visible(p), p), and every state group
+has a snapshot at p. The rule does not test groups with full attention, because they have a page for every
+matched token.
 
-The functions test pages in units. The pages of a unit are present or missing together. In the radix tree and in the
-load plan a unit is a block. In the hash index it has HASH_TOKENS tokens.
+The functions test pages in units. The pages of a unit are present or missing together. In the radix tree
+and in the load plan a unit is a block. In the hash index a unit has HASH_TOKENS tokens.
 """
 
 from __future__ import annotations

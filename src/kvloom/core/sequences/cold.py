@@ -2,11 +2,12 @@
 
     block      0 … cold - 1         cold … blocks - 1
     pages      in host memory       in the pool            groups with full attention
-               none                 inside the window      groups with a window: they drop pages by themselves
+               none                 inside the window      groups with a window: their old pages are released
 
-Attention reads both parts and joins the results. Consecutive blocks that became cold together are a cold run. The
-sequence owns its cold runs and releases them when it closes. A sequence with cold blocks leaves the radix tree and
-publishes no further blocks, because a path of the tree must not have gaps.
+Attention reads the pages in host memory and in the pool, and combines the results. Consecutive blocks
+that became cold together are a cold run. The sequence owns its cold runs and releases them when it closes.
+A sequence with cold blocks leaves the radix tree and publishes no further blocks, because a path of the
+tree must not have gaps.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ __all__ = ["add_cold_run", "coldable_pages", "open_cold"]
 
 
 def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
-    """Return the page ids of the next blocks that can become cold, at most `most` blocks. The result is indexed
-    [blocks, columns]. Columns of windowed groups contain 0.
+    """Return the page ids of the next blocks that can become cold (move to host memory), at most `most` blocks.
+    The result is indexed [blocks, columns]. A column is one of the pages that a block owns. Columns of windowed
+    groups contain 0.
 
-    These blocks are full, and all layers have computed them, including recurrent layers. The queries of later steps
-    therefore come after the cold tokens. Run the pending copies before you read the pages.
+    These blocks are full, and all layers have computed them, including recurrent layers. All later queries are
+    therefore at positions after the cold tokens. Run the pending copies before you read the pages.
     """
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks

@@ -1,11 +1,11 @@
 """Asks encode workers for embeddings of images, by the hash of the image.
 
     lookup ─▶ found: read the embeddings (a hit)
-       └────▶ missing: write the image, look up until the encode worker has stored the embeddings, read them
+       └────▶ missing: write the image, look up until the encode worker has stored the embeddings, then read
 
-Background threads do this, so that steps do not wait. If several requests need an image at once, the image is
-requested once. After a failure of an encode worker, this worker encodes the image itself, and sends no requests to
-that encode worker for PAUSE_SECONDS.
+Background threads do this, so that steps do not wait. If several requests need an image at once, the
+image is requested once. After a failure of an encode worker, this worker encodes the image itself, and
+sends no requests to that encode worker for PAUSE_SECONDS.
 """
 
 from __future__ import annotations
@@ -195,9 +195,10 @@ class RemoteEncoders:
         return embeddings
 
     def _wait(self, tier: Tier, stored: Objects, sent: Objects, deadline: float) -> None:
-        """Wait until the encode worker has stored the embeddings (`stored`). The encode worker drops the image
-        (`sent`) afterwards. If it has neither image nor embeddings for LOST_SECONDS, it has refused the image or
-        restarted. Raises PagesError in this case, if the connection is lost, and after the deadline."""
+        """Wait until the encode worker has stored the embeddings (`stored`). The encode worker then drops the image
+        (`sent`). Raises PagesError if the encode worker has neither image nor embeddings for LOST_SECONDS, because
+        it has then refused the image or restarted. Also raises PagesError if the connection is lost, and after the
+        deadline."""
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:

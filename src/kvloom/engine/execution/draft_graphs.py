@@ -1,10 +1,10 @@
 """CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
 A graph computes a fixed number of tokens, one of SIZES. It has space for as many requests as tokens, so it
-fits any number of requests. A request may have any number of tokens up to `DraftGraphs.longest`. Padding
-requests of one token each fill the step up to the size of the graph, and all further requests are empty.
-One pass computes all tokens of a request: recurrent layers store the state before the draft
-(`StateRows.stored`) in the same pass.
+fits any number of requests. A request may have any number of tokens up to `DraftGraphs.longest`. If a step
+has fewer tokens than the graph, requests of one token each are added as padding. All further requests of
+the graph are empty. One pass computes all tokens of a request: recurrent layers store the state before the
+draft (`StateRows.stored`) in the same pass.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def draft_graph_sizes(step_tokens: int) -> list[int]:
 
 
 def largest_row(row_tokens: int) -> int:
-    """Return the number of tokens per request for which graphs are captured, if a request has up to `row_tokens`
-    tokens: the next power of two, from 2 to LARGEST_ROW."""
+    """Return the largest number of tokens per request for which graphs are captured. The result is
+    `row_tokens`, rounded up to a power of two. It is at least 2 and at most LARGEST_ROW."""
     return min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
 
 
@@ -48,9 +48,10 @@ class _Captured:
 
 
 class DraftGraphs:
-    """The CUDA graphs of steps with drafts of one model. `stage` builds the batches. `forward(batch, last)` runs the
-    model, and computes logits for the tokens `last` (None: all tokens). `chosen` are the tokens that the previous
-    step sampled. A request has at most `row_tokens` tokens, and a step at most `step_tokens`.
+    """One model's CUDA graphs for steps with drafts. `stage` builds the batches. `forward(batch, last)` runs
+    the model, and computes logits for the tokens `last`, or for all tokens if `last` is None. `chosen` are the
+    tokens that the previous step sampled. A request has at most `row_tokens` tokens, and a step at most
+    `step_tokens`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DraftGraphs:
         self._graphs: dict[int, _Captured] = {}
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the size of the graph that computes a step, in tokens, or 0 if there is no such graph."""
+        """Return the size, in tokens, of the graph that computes a step. Returns 0 if no graph fits the step."""
         counts = [len(work.tokens) for work in works]
         if max(counts) > self.longest:
             return 0

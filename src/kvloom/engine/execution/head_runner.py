@@ -1,15 +1,16 @@
-"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the pool and the
-buffers of batches.
+"""Runs a draft head, which drafts from the hidden states of the target model. Head and target share the
+pool and the buffers of batches. A `Work` is the tokens of one sequence in a step.
 
     target's step       writes the target's hidden state of each token to the head's pages
-    run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns the logits of
-                        the works `wanted`. The target has not computed the last token of these works. The head
-                        therefore writes its own hidden state for this token.
+    run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns logits.
+                        `wanted` has the indices of the `Work` objects that need logits. The target
+                        has not computed the last token of each of them. The head therefore writes its
+                        own hidden state for this token.
 
-Drafts are computed in CUDA graphs. A graph computes logits for all tokens. It writes the head's hidden states of the
-last token of each work, and of all nodes of trees. If no logits are `wanted`, it writes no hidden states. The target's
-graphs write the target's hidden states. The head never uses batch-invariant kernels, because only the target decides
-which tokens are accepted.
+Drafts are computed in CUDA graphs. A graph computes logits for all tokens. It writes the head's hidden
+states of the last token of each `Work`, and of all nodes of draft trees. If no logits are `wanted`, it
+writes no hidden states. The target's graphs write the target's hidden states. The head never uses
+batch-invariant kernels, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 
 
 class PrefillChunks(NamedTuple):
-    """The prompt chunks of a step: the time of its launch on the monotonic clock, and for each chunk the order of its
-    request and its number of tokens. Requests that decode with drafts are also listed.
+    """The prompt chunks of a step, and the time of its launch on the monotonic clock. A chunk is a pair: the
+    `order` of its request (a number by arrival), and the number of its tokens. Requests that decode with drafts
+    are also listed.
     """
 
     launched: float = 0.0

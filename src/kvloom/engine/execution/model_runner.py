@@ -218,10 +218,10 @@ class ModelRunner:
         """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
         wait.
 
-        `wanted`, `whole` and `pooled` are indices of works. The first rows of the result belong to the works
-        `wanted`, by default to all works. Each of these works has one row for its last token, and one more for each
-        draft token. The next rows belong to the works `whole`, which have one row for every token. The hidden
-        states of the works `pooled` are stored in `hidden_states`.
+        Each `Work` in `works` has the tokens of one sequence. `wanted`, `whole` and `pooled` are indices in
+        `works`. The first rows of the result belong to `wanted`, by default to all of `works`: one row for the last
+        token, and one for each draft token. The next rows belong to `whole`, with one row for every token. The
+        hidden states of `pooled` are stored in `hidden_states`.
         """
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
@@ -336,9 +336,10 @@ class ModelRunner:
     ) -> int:
         """Run several steps of the same temporary sequences. Return the number of tokens computed in all steps.
 
-        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced to the tokens
-        that are left in the step. A sequence for which the pool is too small is left out of the step. Each sequence
-        is opened with a prompt of `limit` tokens. Each step passes its logits to `choose`.
+        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step would
+        otherwise have more than `self.tokens` tokens. A sequence is left out of a step if the pool is too small for
+        it, or if it would become too long. Each sequence is opened with a prompt of `limit` tokens. Each step
+        passes its logits to `choose`.
         """
         open_: dict[int, Sequence] = {}
         done = 0

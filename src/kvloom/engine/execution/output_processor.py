@@ -34,7 +34,7 @@ longer, its request is left out of the next steps until the mask arrives.
 
 class OutputProcessor:
     """Appends the sampled tokens of each step to their requests, and finishes requests. `eos` are the end-of-sequence
-    tokens. `move_tokens` moves accepted tokens of draft trees to their slots."""
+    tokens. After a draft tree, `move_tokens` moves the bytes of accepted tokens to the slots of their positions."""
 
     def __init__(
         self, scheduler: Scheduler, eos: frozenset[int], move_tokens: Callable[[list[MovedToken]], None]
@@ -98,8 +98,9 @@ class OutputProcessor:
                 self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def _move_accepted(self, step: InflightStep, places: list[list[int]], open_: list[int]) -> None:
-        """Move the accepted tokens of draft trees to their slots, before they are committed. `places` are the results
-        of `accepted_places`. `open_` are the indices of the unfinished requests."""
+        """Move the bytes of accepted tokens of draft trees to the slots of their positions. Call this method before the
+        tokens are committed. `places` are the results of `accepted_places`: for each request, the indices of its
+        accepted tokens among the sampled tokens. `open_` are the indices of the unfinished requests."""
         moved: list[MovedToken] = []
         for i in open_:
             sequence, first = step.requests[i].sequence, step.requests[i].computed - 1

@@ -2,9 +2,10 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so attention is launched normally. All other work depends only on
-the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page
-0, and attention skips them. All graphs share their memory, so the next step overwrites the tensors of a step.
+The work of attention changes from step to step, so attention is launched normally. All other work depends only
+on the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written
+to page 0, and attention skips them. All graphs use the same memory, so each step overwrites the tensors of the
+step before.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ equal. Graphs are used for steps of up to MARGIN times this number.
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Return a context without garbage collection. During a capture, the collector could destroy an old graph, and
-    the capture would fail.
+    """Return a context manager that turns garbage collection off. During a capture, the collector could destroy an
+    old graph, and the capture would fail.
     """
     before = gc.isenabled()
     gc.disable()
@@ -134,8 +135,8 @@ class PiecewiseGraphs:
         return graphs.logits[: len(ends)]
 
     def capture(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size in the memory pool `pool`. Capture the largest size first, because the
-        others reuse its memory.
+        """Capture the graphs of one size in the memory pool `pool`. Call this method for the largest size first,
+        because the graphs of the other sizes reuse the memory of the largest.
         """
         stage, device = self._stage, self._stage.device
         self._last.zero_()

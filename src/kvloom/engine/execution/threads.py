@@ -1,10 +1,10 @@
 """CPU threads of torch: one rule for the server, the offline API and the benchmarks.
 
-| first that is set                   | threads                                            |
-|-------------------------------------|----------------------------------------------------|
-| an argument (`--threads`)           | that many                                          |
-| KVLOOM_THREADS, OMP_NUM_THREADS     | that many                                          |
-| neither                             | one less than the usable cores, at least 1         |
+| first that is set               | threads                                    |
+|---------------------------------|--------------------------------------------|
+| an argument (`--threads`)       | that many                                  |
+| KVLOOM_THREADS, OMP_NUM_THREADS | that many                                  |
+| none of them                    | one less than the usable cores, at least 1 |
 
 Torch's threads synchronise after every operation. If one thread shares its core with the server or a tokenizer, all
 threads wait for it. By default one core is therefore left to the server and the tokenizer.

@@ -19,7 +19,8 @@
     stats.py              OffloadStats: counters
 
 The figure shows the life of a load job. Words in capitals are the `Phase` of the job, which is what its request does
-meanwhile:
+meanwhile. The head of a prompt is its start, and the tail is its end. A chunk is a group of pages that are loaded
+together:
 
     prefetch, before_admission
         │

@@ -51,13 +51,14 @@ MAX_HOST_SHARE = 0.9
 
 @dataclass(slots=True, eq=False)
 class ColdStart:
-    """Leased pages with which a request can resume at `position`.
+    """Leased pages in host memory, with which a request can resume at `position`.
 
-    | field         | meaning                                                                                                             |
-    |---------------|---------------------------------------------------------------------------------------------------------------------|
-    | pages, leases | page ids in host memory of the full blocks before `position` [blocks, columns of the block table], and their leases |
-    | hashes        | block hashes of all blocks before `position`; the last block may be partial                                         |
-    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states                                   |
+    | field   | meaning                                                                                          |
+    |---------|--------------------------------------------------------------------------------------------------|
+    | pages   | page ids of the full blocks before `position`: [blocks, columns of the block table]              |
+    | leases  | the leases of these pages                                                                        |
+    | hashes  | block hashes of all blocks before `position`; the last block may be partial                      |
+    | visible | leases of pages that must be copied to the pool: pages of windows, of a partial block, of states |
     """
 
     position: int

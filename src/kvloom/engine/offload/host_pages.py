@@ -2,8 +2,9 @@
 
     pool, pages of one stride  <── Copier ──>  arena, slots of that stride  <── tier queues ──>  disk, stores, peers
 
-On a GPU the arena is pinned, and copies run on separate streams. On a CPU a copy is done when the call returns. This
-module uses page ids and offsets in the arena. It does not depend on hashes or requests.
+The arena is the memory of the host tier. On a GPU it is pinned, and copies run on separate streams. On a CPU a
+copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
+hashes or requests.
 """
 
 from __future__ import annotations
@@ -75,11 +76,12 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return the forms in which a re-encoding tier stores pages and units. The keys are the forms of pages in
-    `layout`, and of their units (pages of HASH_TOKENS tokens).
+    """Return a mapping: form (byte layout) of a page → form in which a re-encoding tier receives it. A re-encoding
+    tier stores pages as int8 or fp8 values. The keys are the forms of pages in `layout`, and of their units (pages
+    of HASH_TOKENS tokens).
 
-    The stored forms contain plain values, so they do not depend on the KV dtype. Raises ValueError for pages
-    whose scales are not in the page.
+    The tier receives tokens as plain float32 values, so the stored form does not depend on the KV dtype. Raises
+    ValueError for pages whose scales are not in the page.
     """
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]

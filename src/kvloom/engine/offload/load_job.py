@@ -62,7 +62,7 @@ class LoadChunk:
     chunk.
 
     `fetches` are the transfers that load these pages. If two jobs need the same page, one job starts the transfer,
-    and both jobs wait for it. `pages_by_tier` is the number of pages by index of the tier.
+    and both jobs wait for it. `pages_by_tier` has the number of pages that each tier loads, by the tier's index.
     """
 
     first: int

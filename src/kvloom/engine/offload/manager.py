@@ -60,7 +60,7 @@ _COMPUTE = Decision(Action.COMPUTE)
 
 
 def _innermost(place: OpenTier) -> Tier:
-    """Return the tier that stores the pages, without the tiers that convert them."""
+    """Return the tier that stores the pages. If other tiers wrap it to convert pages, they are skipped."""
     tier: Tier = place.tier
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
@@ -307,8 +307,8 @@ class OffloadManager:
 
     @property
     def is_copying_to_pool(self) -> bool:
-        """Whether copies into the pool are in progress. When such a copy ends, a request can start, or pages become
-        free.
+        """Whether copies into the pool are in progress, including cancelled copies. When one of these copies ends, a
+        request can start, or pages become free.
         """
         return self._pool.has_cancelled_copies or any(
             job.copy is not None and not job.copy.is_done for job in self._jobs.values()

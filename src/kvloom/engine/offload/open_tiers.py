@@ -157,8 +157,8 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise
-    TierError. Also makes a re-encoding tier store states unchanged.
+    """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise TierError. If
+    the tier re-encodes pages (`LossyTier`), also make it store recurrent states unchanged.
     """
     if isinstance(place.tier, LossyTier):
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))

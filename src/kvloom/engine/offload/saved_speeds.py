@@ -76,7 +76,7 @@ class SavedSpeeds:
 
 
 def _numbers(given: Any, count: int) -> list[float]:
-    """Return `given` as numbers. Raises ValueError unless they are `count` finite numbers from 0 on."""
+    """Return the list `given` as floats. Raises ValueError unless it has `count` numbers, all finite and at least 0."""
     if not isinstance(given, list) or len(given) != count:
         raise ValueError(f"{count} numbers were expected")
     for one in given:

@@ -86,8 +86,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """If `lossy`, record that requests with this root hash accept lossy pages. Call this method before these
-        requests compute.
+        """If `lossy`, record that requests with this root hash accept lossy pages: pages that a tier has re-encoded to
+        int8 or fp8. Call this method before these requests compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
@@ -103,7 +103,8 @@ class PageOffloader:
             self._units = UnitCopies(self.transfers.host, forms)
 
     def close(self) -> None:
-        """Wait for the running copies into units (see `copy_units`), and start no more."""
+        """Wait for the running copies into units (see `copy_units`), and start no more. If units are stored, this call
+        also closes host memory."""
         if self._units is not None:
             self._units.close()
 

@@ -73,13 +73,14 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the pages of a query as objects for tiers. If a block owns several pages in the layer group, only
-        the first is included."""
+        """Return the pages that `query` asks for, as objects for tiers. If a block owns several pages in the layer
+        group, only the first is included."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, _tenant(query, request))
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
-        """Return whether host memory has none of the pages of a query. Takes a tenth of the time of a load plan."""
+        """Return whether host memory has none of the pages that `query` asks for. Returns False if `query` is None.
+        Takes a tenth of the time of a load plan."""
         return query is not None and not any(
             key in self.transfers.host for key in self.objects_for(query, request).keys
         )
@@ -246,14 +247,17 @@ class TierLoader:
         """Return the first token whose pages are loaded. Pages load from the end of the prompt, while tokens are
         computed from its start. The first row that applies gives the result:
 
-        | case                                                          | result                                      |
-        |---------------------------------------------------------------|---------------------------------------------|
-        | the request can wait, its pages must not be stored, or too    | the end of the cached prefix: all missing   |
-        | little was measured                                           | pages are loaded                            |
-        | loading would save less than MIN_GAIN of the missing tokens   | the end of the load plan: nothing is loaded |
-        | otherwise                                                     | halfway between the end of the cached       |
-        |                                                               | prefix and the position where computed and  |
-        |                                                               | loaded tokens are expected to meet          |
+        | case                                                       | result                                      |
+        |------------------------------------------------------------|---------------------------------------------|
+        | the request can wait, its pages must not be stored, or too | the end of the cached prefix: all missing   |
+        | little was measured                                        | pages are loaded                            |
+        | fewer than MIN_GAIN * missing tokens would be loaded       | the end of the load plan: nothing is loaded |
+        | otherwise                                                  | halfway between the end of the cached       |
+        |                                                            | prefix and the position where computed and  |
+        |                                                            | loaded tokens are expected to meet          |
+
+        In the second case, also raises the estimated throughput of all tiers. A slow tier is therefore tried again
+        later.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -319,12 +323,13 @@ class TierLoader:
     def _max_lost_seconds(self, job: LoadJob) -> float:
         """Return the seconds that a request may lose by waiting for pages.
 
-        | measured so far  | seconds that the request may lose                                                      |
-        |------------------|----------------------------------------------------------------------------------------|
-        | no prefill       | a twentieth of the longest deadline; 0 if the load is estimated to take longer         |
-        | prefill, no load | `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS      |
-        | prefill and load | the larger of this limit and twice the time of the next chunk; the second number is at |
-        |                  | most MAX_SHORT_WAIT_SECONDS                                                            |
+        | measured so far  | seconds that the request may lose                                                    |
+        |------------------|--------------------------------------------------------------------------------------|
+        | no prefill       | a twentieth of the longest deadline of a load; 0 if this load is estimated to take   |
+        |                  | longer                                                                               |
+        | prefill, no load | A: `wait_share` of the time to compute the missing tokens, at least MIN_WAIT_SECONDS |
+        | prefill and load | the larger of A and B. B is twice the time to load the next chunk, at most           |
+        |                  | MAX_SHORT_WAIT_SECONDS                                                               |
 
         A load counts as measured if the job has chunks in transfer and the rates of its tiers are known.
         """

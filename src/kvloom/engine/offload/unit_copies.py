@@ -1,9 +1,10 @@
-"""Copies of pages for workers with another block size: pages of HASH_TOKENS tokens (units), in the same host memory.
+"""Stores pages in host memory a second time, for workers with another block size. The second copy is cut into
+units: pages of HASH_TOKENS tokens.
 
     page of this worker in host memory ──▶ its units, under their own hashes ──▶ a peer joins them to its block size
 
-Other tiers store units only. Host memory stores whole pages, because they are copied to and from the pool. A worker that
-hands pages over therefore stores both, unless its blocks have HASH_TOKENS tokens.
+Other tiers store units only. Host memory stores whole pages, because whole pages are copied to and from the
+pool. A worker that hands pages over therefore stores both, unless its blocks have HASH_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Cuts pages into units of HASH_TOKENS tokens, which servers of every block size can use, and stores the units in the
-    same host memory. Works in background threads. If host memory has no
-    space for a unit, the unit is left out.
+    """Cuts pages in host memory into units of HASH_TOKENS tokens, and stores the units in host memory, too. Workers
+    of every block size can use units. Works in background threads. If host memory has no space for a unit, the
+    unit is left out.
     """
 
     def __init__(self, host: HostTier, forms: Mapping[Form, UnitForm]) -> None:
@@ -28,7 +29,7 @@ class UnitCopies:
         self._pending: list[tuple[Transfer, Lease]] = []
 
     def copy(self, objects: Objects) -> None:
-        """Start to copy the pages that host memory has. Does not block."""
+        """Start to store the pages `objects` as units. Skips pages that host memory does not have. Does not block."""
         self.poll()
         if self._tier.stored_form(objects.form) == objects.form:
             return  # states do not depend on the block size

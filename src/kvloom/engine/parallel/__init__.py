@@ -8,8 +8,9 @@ messages.py      the messages to a rank: a step, copies of pages
 step_channel.py  StepChannel: messages in shared memory, from rank 0 to all others
 rank_process.py  the process of a rank: loads its part of the model, then repeats the steps of rank 0
 
-Each rank has its own pool, with its part of every page. Page ids are the same on all ranks, so the block tables of
-rank 0 are valid everywhere. Only rank 0 samples tokens.
+Each rank computes a part of the model. The ranks add up their partial results (sums between ranks). Each rank
+has its own pool, with its part of every page. Page ids are the same on all ranks, so the block tables of rank
+0 are valid everywhere. Only rank 0 samples tokens.
 """
 
 from .group import RankGroup, load_ranks

@@ -1,7 +1,7 @@
 """The ranks of a tensor-parallel engine, as rank 0 sees them. Starts a process for each other rank, and sends it every
 step.
 
-    RankGroup(…)  start the processes      connect()  sums between ranks work      attach(…)  steps are sent
+    RankGroup(…)  start the processes      connect()  ranks can add up tensors     attach(…)  steps are sent
 
 If a rank stops, the next call raises RankError. A rank ends when rank 0 closes its socket, also if rank 0 crashes.
 """
@@ -65,8 +65,9 @@ def load_ranks(
     progress: bool = False,
     threads: int | None = None,
 ) -> tuple[Any, Any, RankGroup | None]:
-    """Load a model, its tokenizer or None, and with tensor parallelism the part of rank 0 and the group of the other
-    ranks. The arguments are those of `load`. The caller passes the group to the engine."""
+    """Load a model. Return the model, its tokenizer or None, and the group of the other ranks. With tensor
+    parallelism, the model is the part that rank 0 computes. Without it, the group is None. The caller passes the
+    group to the engine. `model`, `dtype`, `device`, `load_format` and `progress` are arguments of `load`."""
     if config.tensor_parallel == 1:
         return *load(model, dtype, device, load_format, progress), None
     group = RankGroup(model, config, dtype, device, load_format, threads)
@@ -90,8 +91,8 @@ class RankGroup:
         load_format: LoadFormat = "auto",
         threads: int | None = None,
     ) -> None:
-        """Start a process for each rank. They load their parts of the weights at the same time as rank 0. Raises
-        ValueError if there are too few GPUs."""
+        """Start a process for each rank except rank 0. The processes load their parts of the weights at the same time
+        as rank 0. Raises ValueError if there are too few GPUs."""
         self.count = config.tensor_parallel
         if device.type == "cuda" and (device.index or 0) + self.count > torch.cuda.device_count():
             raise ValueError(
@@ -140,8 +141,8 @@ class RankGroup:
             os.close(memory)
 
     def connect(self) -> Ranks:
-        """Wait until all ranks have started, and connect to them. Return the sums between ranks. Raises RankError if
-        a rank has stopped."""
+        """Wait until all ranks have started, and connect to them. Return the connection, over which the ranks add up
+        and gather tensors. Raises RankError if a rank has stopped."""
         try:
             for number in range(len(self._sockets)):
                 self._receive(number, Started)

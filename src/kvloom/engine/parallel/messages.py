@@ -70,7 +70,8 @@ FromRank = Started | Ready | Failed
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The arguments of `ModelRunner.run`. `works` has one line of int64 numbers for each work (`_WORK_FIELDS`)."""
+    """The arguments of `ModelRunner.run`. `works` has one line of int64 numbers for each sequence of the step
+    (`_WORK_FIELDS`)."""
 
     works: bytes
     tokens: bytes
@@ -97,7 +98,7 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @property
     def page_ids(self) -> tuple[Ints, Ints]:
-        """The ids of the pages that are read, and of those that are written."""
+        """The ids of the pages to copy, and the ids of the pages to which they are copied."""
         return np.frombuffer(self.source, np.int64).copy(), np.frombuffer(self.target, np.int64).copy()
 
 
@@ -116,11 +117,11 @@ fields of `Work`. Then the sequence's entries in the block tables, and the first
 
 
 class StepWriter:
-    """Writes the steps of a cache as messages. Keeps the number of each sequence."""
+    """Writes the steps of a cache as messages. Gives each sequence a number, by which ranks identify the sequence."""
 
     def __init__(self, cache: KVCache, keeps_changes: bool) -> None:
-        """With `keeps_changes`, another reader also needs the record of changed blocks: the copy of the block tables
-        on a GPU."""
+        """`write` usually clears the record of changed blocks. With `keeps_changes` the record is kept, because the
+        copy of the block tables on a GPU also needs it."""
         self._cache, self._keeps_changes = cache, keeps_changes
         self._serial = 0
         self._sequences: dict[int, tuple[Any, int]] = {}
@@ -171,8 +172,8 @@ class StepWriter:
 
 
 class RankSequence(msgspec.Struct, frozen=True):
-    """A sequence as a rank knows it: its row in the block tables, a number that differs for each sequence, and the
-    lengths before the step."""
+    """A sequence in the process of a rank. `row` is its row in the block tables. `serial` is a number that differs
+    for each sequence. `length` and `state_length` are its lengths before the step."""
 
     row: int
     serial: int
@@ -188,7 +189,8 @@ class RankSequence(msgspec.Struct, frozen=True):
 
 
 class StepReader:
-    """Copies the block tables of messages to the cache of a rank, and returns the works."""
+    """Reads messages of steps. Copies their block tables to the cache of a rank, and returns the work of each
+    sequence."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

@@ -1,9 +1,9 @@
 """Messages in shared memory, from rank 0 to all other ranks. Each message is written once.
 
-    | read counters, one per rank | slot 0 | slot 1 | slot 2 | slot 3 |        message k is in slot k % 4
+    | number of messages read, by rank | slot 0 | slot 1 | slot 2 | slot 3 |     message k is in slot k % 4
 
-A socket to each rank carries the length of each message, which wakes the rank. A slot is reused when every rank has
-read it. The memory has no name, and ends with the last process that uses it.
+A socket to each rank carries the length of each message, which wakes the rank. A slot is reused when every
+rank has read it. The memory has no name, and is freed with the last process that uses it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class StepChannel:
         self._count = 0
 
     def write(self, message: bytes, seconds: float, check: Callable[[], None]) -> None:
-        """Write a message. If a rank has not read the message four before, wait up to `seconds` and call `check`
-        meanwhile. Raises TimeoutError, or ValueError for a message that exceeds a slot."""
+        """Write a message to the next slot. If a rank has not read the previous message in this slot, wait up to
+        `seconds` for the rank, and call `check` meanwhile. Raises TimeoutError after this time, and ValueError for a
+        message that exceeds a slot."""
         if len(message) > SLOT_BYTES:
             raise ValueError(f"a step message of {len(message):,} bytes exceeds {SLOT_BYTES:,} bytes")
         began, waits = time.monotonic(), 0
@@ -57,7 +58,7 @@ class StepChannel:
             if waits > SPINS:
                 check()
                 if time.monotonic() - began > seconds:
-                    raise TimeoutError(f"no rank has read a step for {seconds:g} s")
+                    raise TimeoutError(f"a rank has not read a step for {seconds:g} s")
                 time.sleep(0.0005)
         at = HEADER_BYTES + self._count % SLOTS * SLOT_BYTES
         self._memory[at : at + len(message)] = message

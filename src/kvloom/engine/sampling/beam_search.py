@@ -110,8 +110,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of its most likely tokens each beam must offer. With this number, at least `width` of the
-        tokens are not end tokens. `ends` is the number of different end tokens.
+        """Return how many candidate tokens each beam must offer, most likely first. The number is large enough that at
+        least `width` of the candidates are not end tokens. `ends` is the number of different end tokens.
         """
         return width + max(width, ends)
 

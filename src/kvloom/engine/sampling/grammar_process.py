@@ -188,7 +188,9 @@ class _Child:
     def _operate(self, operations: list[list[Any]]) -> tuple[list[list[Any]], bytes]:
         """Apply operations. Return the results, and the masks of the states that advanced.
 
-        ["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop.
+        ["a", state, token]: advance the state by a token. ["c", state, new]: copy the state to the new state `new`.
+        ["d", state]: drop the state. If an advanced or copied state does not exist, it is created first, at the start
+        of the grammar.
         """
         moved = []
         for verb, key, *more in operations:

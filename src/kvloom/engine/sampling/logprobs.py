@@ -29,7 +29,7 @@ class Logprobs:
     sampled tokens, with their log-probabilities (`values`) and `ranks` (each [rows]).
 
     `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number of top
-    tokens that each request asked for.
+    tokens that each request asked for. `most` is the largest of these numbers.
     """
 
     rows: tuple[int, ...]

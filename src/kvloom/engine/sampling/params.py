@@ -44,22 +44,25 @@ StructureKind = Literal["json_schema", "regex", "grammar"]
 class SamplingParams:
     """How tokens are sampled, and when a request finishes.
 
-    | concern           | parameters                                                                                   |
-    |-------------------|----------------------------------------------------------------------------------------------|
-    | length            | `max_tokens`; `min_tokens` (a request with fewer output tokens does not finish)              |
-    | sampling          | `temperature` (0: greedy), `top_k` (0: all), `top_p`, `min_p`, `seed`                        |
-    | logits            | `presence_penalty`, `frequency_penalty` (output only), `repetition_penalty` (prompt too),    |
-    |                   | `logit_bias`                                                                                 |
-    | stops             | `stop` (texts, removed unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`  |
-    | tokens            | `allowed_token_ids`: only these tokens are sampled                                           |
-    |                   | `bad_token_ids`: token sequences that the output must not contain                            |
-    | samples           | `n`: number of samples to return: the best of `best_of` by cumulative log-probability, or    |
-    |                   | the best of `beam_width` beams                                                               |
-    | beams             | `length_penalty`; `early_stopping`: end as soon as `beam_width` texts have finished          |
-    | log-probabilities | `logprobs`: return those of each sampled token and of this many most likely tokens           |
-    |                   | `prompt_logprobs`: the same for prompt tokens                                                |
-    | embedding         | `pooling`: return the mean, or the last, of the prompt's hidden states; needs `max_tokens` 1 |
-    | structure         | one of `json_schema`, `regex`, `grammar` (Lark notation)                                     |
+    | concern   | parameters                                                                                |
+    |-----------|-------------------------------------------------------------------------------------------|
+    | length    | `max_tokens`; `min_tokens` (a request with fewer output tokens does not finish)           |
+    | sampling  | `temperature` (0: greedy), `top_k` (0: all), `top_p`, `min_p`, `seed`                     |
+    | logits    | `presence_penalty`, `frequency_penalty` (output only), `repetition_penalty` (prompt too), |
+    |           | `logit_bias`                                                                              |
+    | stops     | `stop` (texts, removed unless `include_stop_str_in_output`), `stop_token_ids`,            |
+    |           | `ignore_eos`                                                                              |
+    | tokens    | `allowed_token_ids`: only these tokens are sampled                                        |
+    |           | `bad_token_ids`: token sequences that the output must not contain                         |
+    | samples   | `n`: number of samples to return: the best of `best_of` by cumulative log-probability, or |
+    |           | the best of `beam_width` beams                                                            |
+    | beams     | `length_penalty`; `early_stopping`: end as soon as `beam_width` texts have finished       |
+    | logprobs  | `logprobs`: a count m; returns the log-probabilities of each sampled token, and of the    |
+    |           | m most likely tokens at its position                                                      |
+    |           | `prompt_logprobs`: the same for prompt tokens                                             |
+    | embedding | `pooling`: return the mean, or the last, of the prompt's hidden states;                   |
+    |           | needs `max_tokens` 1                                                                      |
+    | structure | one of `json_schema`, `regex`, `grammar` (Lark notation)                                  |
 
     The same `seed` gives the same tokens, no matter which other requests run. Log-probabilities are those of the
     model, before temperature, penalties and masks.

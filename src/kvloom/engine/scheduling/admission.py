@@ -60,8 +60,8 @@ class Admission:
 
     @property
     def resident_tokens(self) -> int:
-        """Admission assumes that a long request has the full-attention pages of at most this many tokens in the
-        pool."""
+        """The largest number of tokens whose full-attention pages one long request has in the pool, as admission
+        assumes. Pages of its older tokens are in host memory."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 

@@ -99,7 +99,7 @@ class Feasibility:
 
     def _slabs_of(self, request: Request, most_full: int | None = None) -> int:
         """Return the largest number of slabs that a request uses, at its end or while its largest image is computed.
-        With `most_full`, at most this many blocks of full attention are in the pool."""
+        `most_full` limits how many blocks have full-attention pages in the pool. None means no limit."""
         slabs = self._slabs_for(request.limit, most_full)
         if request.images is None:
             return slabs
@@ -143,10 +143,10 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
-        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has
-        one value for each length from 1 to `length`, because a shorter sequence can use more pages. Without windows,
-        an array has one value, for `length`. With `most_full`, at most this many blocks of full attention are
-        counted."""
+        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has one
+        value for each length from 1 to `length`, because a shorter sequence can use more pages. Without windows, an
+        array has one value, for `length`. `most_full` limits how many blocks are counted with their full-attention
+        pages. None means no limit."""
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

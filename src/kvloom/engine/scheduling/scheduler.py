@@ -467,7 +467,7 @@ class Scheduler:
         request was preempted.
 
         `excess` returns how far a tenant exceeds its share. Tenants in `spared` lose no request. The request that is
-        last in rank is preempted. Requests that `awaits_progress` names are left alone.
+        last in rank is preempted. Requests for which `awaits_progress` is True are not preempted.
         """
         candidates: dict[TenantQueue, Request] = {}
         for request in self.running:

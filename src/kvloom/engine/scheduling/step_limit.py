@@ -1,8 +1,9 @@
 """Limits the tokens of a step if several tenants share the engine, so that a new tenant waits only for a short
 step.
 
-Prompt tokens and decoding requests have separate limits. A limit is computed from the measured speed, so that each
-of the two parts takes about SHARED_SECONDS. Fast devices never reach the limits.
+Prompt tokens and decoding requests have separate limits. The limits are computed from the measured speed.
+Computing the prompt tokens of a step then takes about SHARED_SECONDS, and so does computing the decoding
+requests. Fast devices never reach the limits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SMOOTHING = 0.25
 
 
 class StepLimit:
-    """Limits the tokens of a step by the speed of earlier steps, to at most `most`."""
+    """Computes the limit of a step from the speed of earlier steps. The limit is at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -34,8 +35,8 @@ class StepLimit:
 
     @property
     def tokens(self) -> int:
-        """The limit of the next step. It applies to the number of prompt tokens, and separately to the number of decoding
-        requests. At least one."""
+        """The limit of the next step. It applies to the number of prompt tokens, and separately to the number of
+        decoding requests. It is at least LEAST_TOKENS, unless `most` is smaller."""
         if self._speed is None:
             return self._most
         fitting = int(self._speed * SHARED_SECONDS) // LEAST_TOKENS * LEAST_TOKENS

@@ -60,8 +60,9 @@ class TenantQueue:
 
 
 class WaitingQueue:
-    """Requests without pages. Finished requests are skipped, and dropped when they are next. `accounts` maps tenant
-    names to accounts. Undeclared tenants share the account "".
+    """The waiting requests of all tenants. A finished request stays in the queue until it would be next, and is then
+    dropped. `accounts` maps the name of each declared tenant to its account (`core.Account`). All other tenants
+    share the account "".
     """
 
     def __init__(self, accounts: Mapping[str, Account]) -> None:

@@ -69,10 +69,10 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Find the longest occurrence of the end of `tail` in the index. Return the position after it and its length in
-        tokens, or (0, 0) if there is none.
+        """Find the longest occurrence of the end of `tail` in the index. Return the position after the occurrence and
+        its length in tokens, or (0, 0) if there is none.
 
-        `own` means that `tail` is the end of the indexed tokens themselves. This last occurrence does not count.
+        `own` means that the indexed tokens end with `tail`. The search then skips this last occurrence.
         """
         if len(tail) < MIN_MATCH:
             return 0, 0

@@ -55,7 +55,8 @@ def find_shared_runs(
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
     """Return the token ranges that several sequences have in the same pages (shared runs). A range is left out if it
-    has fewer than `min_run` tokens, or if sharing it saves reading fewer than `min_saved` tokens.
+    has fewer than `min_run` tokens. A single read of the range saves tokens * (sequences - 1) token reads. If this
+    number is less than `min_saved`, the range is left out, too.
 
     `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
     the queries of this step. `depth` is the largest number of shared runs per sequence.

@@ -65,9 +65,9 @@ step, the decoding sequences come first."""
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The arguments of one launch of the attention kernel over pages. A block is a group of `tile.rows` query
-    rows, and `blocks` lists the blocks. The K and V tokens that a block reads may be split over several
-    programs. Each program then writes a partial result to `parts` and `part_lse`. `joins` lists which partial results to merge."""
+    """The arguments of one launch of the attention kernel over pages. A block is a group of `tile.rows` query rows,
+    and `blocks` lists the blocks. The K and V tokens that a block reads may be split over several programs. Each
+    program then writes a partial result to `parts` and `part_lse`. `joins` lists which partial results to merge."""
 
     tile: BlockTile
     blocks: torch.Tensor

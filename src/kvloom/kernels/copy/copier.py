@@ -5,11 +5,13 @@
 
 Pages move between pool and host by one of three methods. All write the same bytes:
 
-| method | how                                                     | uses                   | for pages that are         |
-|--------|---------------------------------------------------------|------------------------|----------------------------|
-| batch  | one driver call, one engine copy per range of adjacent pages | copy engines      | large                      |
-| staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
-| kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
+| method | how                                                     | uses            | for pages that are |
+|--------|---------------------------------------------------------|-----------------|--------------------|
+| batch  | one driver call; one copy per range of adjacent pages   | copy engines    | large              |
+| staged | to the host: a kernel packs pages into a device buffer, | copy engines,   | small, in          |
+|        | then the buffer is copied; to the pool: the reverse     | short kernels   | consecutive rows   |
+| kernel | a kernel reads or writes host memory directly           | a few           | small, in any rows |
+|        |                                                         | multiprocessors |                    |
 
 The pages of a CPU pool are copied at once by indexing. This module does not depend on block tables or tiers.
 """
@@ -245,8 +247,8 @@ class _ByteRows:
 
 
 class _StagedLane:
-    """The two streams of one direction, and its two staging buffers. One buffer is filled while the other is
-    emptied."""
+    """The two streams and the two staging buffers for copies in one direction (gather or scatter). One buffer is
+    filled while the other is emptied."""
 
     def __init__(self, device: torch.device) -> None:
         # The priority is higher than that of the model's kernels: a copy needs few multiprocessors but must

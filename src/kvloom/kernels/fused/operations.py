@@ -5,15 +5,17 @@ Results are bit-identical to Hugging Face's modeling code, because values are ro
 tensors run in torch (the oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` replaces
 modules by these functions.
 
-| function       | takes                                                           | returns                                                |
-|----------------|-----------------------------------------------------------------|--------------------------------------------------------|
-| `rms_norm`     | x [..., dim], any strides but dense in dim                      | the same shape, dense                                  |
-| `rms_norms`    | x [tokens, heads, dim], two norms                               | the same shape, dense                                  |
-| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values                   | [tokens, dim]                                          |
-| `add_norm`     | x, y [..., dim], dense                                          | adds a norm of y to x in place, then returns a norm of x |
-| `linear`       | x [..., in], weight [out, in], addend                           | [..., out]                                             |
-| `linear_float32` | x [tokens, in], weight [out, in]                              | [tokens, out] in float32                               |
-| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; stored token by token   |
+| function         | takes                                       | returns                                    |
+|------------------|---------------------------------------------|--------------------------------------------|
+| `rms_norm`       | x [..., dim], any strides but dense in dim  | the same shape, dense                      |
+| `rms_norms`      | x [tokens, heads, dim], two norms           | the same shape, dense                      |
+| `act_and_mul`    | x [tokens, 2 * dim]: gates, gated values    | [tokens, dim]                              |
+| `add_norm`       | x, y [..., dim], dense                      | first adds a norm of y to x in place, then |
+|                  |                                             | returns a norm of x                        |
+| `linear`         | x [..., in], weight [out, in], bias or into | [..., out]                                 |
+| `linear_float32` | x [tokens, in], weight [out, in]            | [tokens, out] in float32                   |
+| `apply_rotary`   | q, k [batch, heads, tokens, dim],           | q and k, normalised first (with `norms`),  |
+|                  | cos, sin [batch, tokens, dim]               | then rotated; stored token by token        |
 
 `linear` is torch's matrix product, except for a single token.
 """

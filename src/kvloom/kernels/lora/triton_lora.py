@@ -1,12 +1,12 @@
 """Triton kernels of `interface.py`: the two grouped products of low-rank terms.
 
-    shrink   low[split, place] = a[slot] @ x[token]      over a part of the inputs: a split
+    shrink   low[split, place] = a[slot] @ x[token]      over one split: a range of the inputs
     expand   out[token] += b[slot] @ low[place]          low is the sum of all splits
 
-Tokens are sorted by slot, and `place` is the place of a token in this order. A tile has M places. A program
-computes the adapters of its tile one after the other. Tokens of an adapter are adjacent. The numbers of
-adapters of all tiles therefore add up to at most tiles + adapters. Programs without adapters return at
-once. Grids depend only on the number of tokens.
+Tokens are sorted by slot, and `place` is the index of a token in this order. A tile has M places. A program
+handles the adapters of its tile one after the other. Tokens of an adapter are adjacent, so few tiles have
+several adapters: over all tiles, the numbers of adapters add up to at most tiles + adapters. Programs without
+adapters return at once. Grids depend only on the number of tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

@@ -170,7 +170,7 @@ class _Backing(Protocol):
 
 
 class _HostRange:
-    """Private anonymous memory. The system allocates a page at its first write."""
+    """Private anonymous memory. The operating system allocates a memory page when the page is first written."""
 
     def __init__(self, slab_bytes: int, slabs: int) -> None:
         self._slab_bytes = slab_bytes

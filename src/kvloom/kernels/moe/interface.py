@@ -198,13 +198,16 @@ def launch(
 class Routing:
     """How a router selects `picked` experts per token from its logits.
 
-    | field        | meaning                                                                                     |
-    |--------------|---------------------------------------------------------------------------------------------|
-    | sigmoid      | scores are the sigmoid of each logit; otherwise the softmax of all                          |
-    | groups, kept | experts are divided into `groups` groups, and selected only from the best `kept` of them    |
-    | best         | the score of a group is the sum of its `best` largest scores (1 or 2)                       |
-    | normalised   | the weights of a token are divided by their sum, plus `eps`                                 |
-    | factor       | the weights are multiplied by this number                                                   |
+    | field        | meaning                                                                                    |
+    |--------------|--------------------------------------------------------------------------------------------|
+    | sigmoid      | true: the score of an expert is the sigmoid of its logit; false: the softmax of all logits |
+    | groups, kept | experts are divided into `groups` groups, and selected only from the best `kept` of them   |
+    | best         | groups are ranked by the sum of their `best` largest scores (1 or 2)                       |
+    | normalised   | true: weights are divided by (sum of the token's weights + `eps`)                          |
+    | factor       | the weights are multiplied by this number                                                  |
+
+    The weights of a token are the scores of its selected experts. They are normalised first, and then multiplied
+    by `factor`.
     """
 
     picked: int

@@ -10,7 +10,7 @@ Batch-invariant calls run in Triton. Other calls run in plain torch for CPU or f
 
 | function    | update for one token                                       | state of a page             |
 |-------------|------------------------------------------------------------|-----------------------------|
-| causal_conv | y = sum of the last `taps` inputs by weight                | [channels, columns]         |
+| causal_conv | y = sum of the last `taps` inputs, each times its weight   | [channels, columns]         |
 | linear_scan | h = exp(log_decay) h + x;  y = h                           | [channels]                  |
 | mamba1_scan | h = exp(dt a) h + dt x b;  y = h c + d x                   | [channels, n]               |
 | mamba2_scan | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)      | [heads, p, n]               |

@@ -1,8 +1,8 @@
 """Recurrent layers over packed tokens in plain torch. This is the oracle (in float64) and the CPU path.
 
 The kernels must compute the same results. `interface` checks shapes. A loop over time is used only if a
-recurrence needs it, and it processes blocks of tokens. All other work is one operation over sequences,
-heads and channels.
+recurrence needs it. The loop collects the states of many tokens, and then computes their outputs together. All
+other work is one operation over sequences, heads and channels.
 
     sequences of similar length → one dense batch [sequences, longest, …]; padding tokens change no state
     sequences of very different length → one sequence at a time

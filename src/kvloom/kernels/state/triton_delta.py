@@ -8,13 +8,13 @@ u to the values solve a unit lower triangular system: u = T (beta v) - T (beta e
 k kᵀ D))⁻¹. Neither product with T needs the state, so all chunks compute them in parallel. Only the products with S
 run in order.
 
-| kernel        | a program is                          | computes                                                 |
-|---------------|---------------------------------------|----------------------------------------------------------|
-| solve_kernel  | a chunk, a value head                 | T (beta v), T (beta e k), decays summed inside the chunk |
-| state_kernel  | a sequence, a head, some of a state's | every chunk's first state and corrections, in order; the |
-|               | columns                               | sequence's last state                                    |
-| output_kernel | a chunk, a head, some columns         | y, all chunks in parallel                                |
-| decode_kernel | a sequence, a head, some columns      | y and the last state, token by token                     |
+| kernel        | one program for each             | computes                                                 |
+|---------------|----------------------------------|----------------------------------------------------------|
+| solve_kernel  | chunk and value head             | T (beta v), T (beta e k), decays summed inside the chunk |
+| state_kernel  | sequence, head, range of the     | every chunk's first state and corrections, in order; the |
+|               | state's columns                  | sequence's last state                                    |
+| output_kernel | chunk, head, range of columns    | y, all chunks in parallel                                |
+| decode_kernel | sequence, head, range of columns | y and the last state, token by token                     |
 
 With one decay per channel (Kimi) a chunk is not a plain matrix product, so such calls run token by token.
 Batch-invariant calls also run token by token.

@@ -43,8 +43,8 @@ uses the raw bits. Rounded values are therefore converted back to float32."""
 
 @triton.jit
 def row_of(starts, row):
-    """Return the index of the sequence's first token, and its number of tokens. `row` is the number of the
-    sequence. The index is int64, because offsets of packed tokens may exceed 2^31."""
+    """Return the index of the first token of a sequence, and the sequence's number of tokens. `row` is the number of
+    the sequence. The index is int64, because offsets of packed tokens may exceed 2^31."""
     start = tl.load(starts + row).to(tl.int64)
     return start, (tl.load(starts + row + 1) - start).to(tl.int32)
 

@@ -3,13 +3,13 @@
 """The scan of Mamba-2 in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
 once.
 
-| kernel        | a program is                             | computes                                               |
-|---------------|------------------------------------------|--------------------------------------------------------|
-| steps_kernel  | a chunk, some heads                      | time steps, and log decays summed inside the chunk     |
-| state_kernel  | a sequence, a head, a block of the state | every chunk's first state, in order; the last state    |
-| output_kernel | a chunk, a head                          | y, all chunks in parallel                              |
-| decode_kernel | a sequence, a head, a block of the state | y and the last state, token by token: short sequences, |
-|               |                                          | and batch-invariant calls of any length                |
+| kernel        | one program for each               | computes                                               |
+|---------------|------------------------------------|--------------------------------------------------------|
+| steps_kernel  | chunk and group of heads           | time steps, and log decays summed inside the chunk     |
+| state_kernel  | sequence, head, block of the state | every chunk's first state, in order; the last state    |
+| output_kernel | chunk and head                     | y, all chunks in parallel                              |
+| decode_kernel | sequence, head, block of the state | y and the last state, token by token: short sequences, |
+|               |                                    | and batch-invariant calls of any length                |
 """
 
 from __future__ import annotations

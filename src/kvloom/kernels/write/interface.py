@@ -5,14 +5,15 @@ Pages are views of `memory.views`; a token's slot is `page * block_tokens + offs
 on the host and allocates nothing. A graph can therefore capture it and replay it with other slots. CPU tensors run
 in torch, CUDA tensors in one Triton kernel.
 
-| argument         | shape                    | strides                 | notes                                              |
-|------------------|--------------------------|-------------------------|----------------------------------------------------|
-| k_pages, v_pages | [pages, b, kv, d]        | any, unit in d (v: any) | dtype float, int8 or fp8 (e4m3)                    |
-| slots            | [tokens]                 | any                     | a token with a negative slot is skipped            |
-| k, v             | [tokens, kv, d]          | any, unit in d          | k and v may have different d                       |
-| k_scale, v_scale | [pages, b, kv]; [kv]; [] | any                     | scales in pages are written, other scales are read |
-| rotary.cos, .sin | [tokens, pairs]          | any                     | see `Rotary`                                       |
-| q, q_out         | [tokens, heads, d]       | any, unit in d          | without q_out, q is rotated in place               |
+| argument         | shape                    | strides                 | notes                                |
+|------------------|--------------------------|-------------------------|--------------------------------------|
+| k_pages, v_pages | [pages, b, kv, d]        | any; 1 in d for k_pages | dtype float, int8 or fp8 (e4m3)      |
+| slots            | [tokens]                 | any                     | negative: the token is skipped       |
+| k, v             | [tokens, kv, d]          | any; 1 in d             | k and v may have different d         |
+| k_scale, v_scale | [pages, b, kv]; [kv]; [] | any                     | scales in pages are written,         |
+|                  |                          |                         | other scales are read                |
+| rotary.cos, .sin | [tokens, pairs]          | any                     | see `Rotary`                         |
+| q, q_out         | [tokens, heads, d]       | any; 1 in d             | without q_out, q is rotated in place |
 
 MLA latents use the same call with one head and no V: `write(pages, None, slots, latent, None)`. If the last dims of
 the latents still need rotation, pass `Rotary(…, tail=True)`. If the dims before them still need an RMS norm, pass

@@ -148,9 +148,9 @@ def _run_separately(model: Any) -> SequenceCache:
 
 
 def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
-    """Return `run(tokens)` for a few tokens on the meta device. If the model's code depends on values, it runs again
-    on a CPU, with weights of zeros that need no memory. In a large model, this second run has only the first layers.
-    Raises ModelError with the reason if the model cannot run."""
+    """Return `run(tokens)` for a few tokens on the meta device. If the model's code needs the values of tensors, the
+    model runs again on a CPU, with weights of zeros that need no memory. In a large model, this second run has
+    only the first layers. Raises ModelError with the reason if the model cannot run."""
     # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
     # not have.
     model.config._experts_implementation = "batched_mm"

@@ -49,7 +49,7 @@ def quantisation_method(config: Any) -> str | None:
 
 
 def check_packages(method: str, model: str) -> None:
-    """Raise ModelError if a package is missing that loads weights of this method."""
+    """Raise ModelError if weights of this quantisation method need a package that is not installed."""
     missing = [name for name in PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise ModelError(
@@ -59,8 +59,9 @@ def check_packages(method: str, model: str) -> None:
 
 
 def prepare_quantisation(config: Any, model: str) -> None:
-    """Raise ModelError if a package is missing that loads the quantised weights of a checkpoint. Modifies `config`:
-    compressed-tensors would otherwise dequantise weights in the first step, after modules were fused."""
+    """Raise ModelError if the quantised weights of a checkpoint need a package that is not installed. Modifies
+    `config`, so that compressed-tensors weights are dequantised at loading. Otherwise they would be dequantised in
+    the first step, after modules were fused."""
     method = quantisation_method(config)
     if method is None:
         return

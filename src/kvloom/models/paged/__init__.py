@@ -1,22 +1,22 @@
 """Hugging Face modeling code on the page pool: the batch of a step, and the writes and reads of layers.
 
-| file              | content                                                                        |
-|-------------------|--------------------------------------------------------------------------------|
-| batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
-| pages             | `Pages`, which modeling code finds in `past_key_values`                        |
-| attention         | the attention function of every layer; `install` prepares a model for it       |
-| own_cache         | models that need transformers' own cache: one sequence after the other         |
-| sequence_cache    | the cache of one sequence of such a model                                      |
-| latents           | MLA attention of long prompts, with expanded keys and values                   |
-| mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
-| cross_attention   | layers that attend to images                                                   |
-| image_inputs      | a prompt's images as data                                                      |
-| hidden_states     | hidden states of the target in the pages of a draft head                       |
-| token_mover       | moves accepted tokens of draft trees to their slots                            |
-| empty_cache       | the cache interface of an empty cache                                          |
-| dense_linear      | whether a linear layer is quantised                                            |
-| family_exceptions | changes for single families                                                    |
-| scales            | static scales of quantised K and V                                             |
+| file              | content                                                                  |
+|-------------------|--------------------------------------------------------------------------|
+| batch             | a step's packed tokens, block tables and slots, in fixed buffers         |
+| pages             | `Pages`, which modeling code finds in `past_key_values`                  |
+| attention         | the attention function of every layer; `install` prepares a model for it |
+| own_cache         | models that need transformers' own cache: one sequence after the other   |
+| sequence_cache    | the cache of one sequence of a model in `own_cache`                      |
+| latents           | MLA attention of long prompts, with expanded keys and values             |
+| mixers, scans     | recurrent layers: their states in pages, their functions as kernels      |
+| cross_attention   | layers that attend to images                                             |
+| image_inputs      | a prompt's images as data                                                |
+| hidden_states     | hidden states of the target in the pages of a draft head                 |
+| token_mover       | moves accepted tokens of draft trees to the slots of their positions     |
+| empty_cache       | the cache interface of an empty cache                                    |
+| dense_linear      | whether a linear layer is quantised                                      |
+| family_exceptions | changes for single families                                              |
+| scales            | static scales of quantised K and V                                       |
 """
 
 from .attention import ATTENTION, IGNORED, attend, install

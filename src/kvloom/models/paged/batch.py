@@ -4,8 +4,8 @@ their pages.
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`BatchBuilder` fills fixed buffers. The device has a copy of the block tables. A step uploads only one small block
-of numbers and the changed table entries. The device computes all other fields.
+`BatchBuilder` fills fixed buffers. The device has a copy of the block tables. A step uploads only one small
+array of numbers and the changed entries of the block tables. The device computes all other fields.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """Two arrays with one value per token of the step: the index of its sequence, and the number of tokens that it
-        sees. None if a sequence has several tokens that are not drafts, or tokens that are already computed."""
+        """Two arrays with one value per token of the step: the index of the token's sequence, and the number of tokens
+        that the token sees. The property is None if a sequence has several tokens that are not drafts, or tokens
+        that are already computed."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -202,7 +203,8 @@ class _StepNumbers:
     """The adapter slot of each token. None if no token uses an adapter."""
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """Return the numbers of this object, followed by the numbers of `other`."""
+        """Return the arrays of this object, each followed by the array of `other`. The sequences of `other` thus
+        follow those of this object."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -226,15 +228,15 @@ class _StepNumbers:
 
 
 class BatchBuilder:
-    """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
-    sequences. A step must be launched before the next step is built. Building waits if the device is two steps
-    behind.
+    """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and
+    `rows` sequences. A step must be launched before the next step is built. Building waits if the device is two
+    steps behind.
 
-    - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
-      used.
+    - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
+      cache are used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: in a step that replays a CUDA graph, a draft tree may have up to this many tokens (a multiple of 4).
-      If it is 0, these steps have no trees.
+    - `tree_columns`: applies to steps that replay a CUDA graph and have draft trees. In these steps, a sequence
+      has at most this many tokens, a multiple of 4. If it is 0, steps that replay a graph have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 
@@ -279,7 +281,8 @@ class BatchBuilder:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the device has its own copy of the block tables, which follows their changes."""
+        """Whether the device has its own copy of the block tables. Changed entries of the tables are uploaded to the
+        copy."""
         return self._mirrored
 
     @property
@@ -383,8 +386,9 @@ class BatchBuilder:
         self._copy(block, slots=slots, slot_count=size)
 
     def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids, npt.NDArray[np.uint8]]:
-        """Divide `block`, the integers that are copied to the device for a graph of `size` tokens (see `drafted`), into
-        four parts: integers per token, integers per row, the starts of rows, and the draft trees."""
+        """Divide the array `block` into four parts: integers per token, integers per row, the starts of rows, and the
+        draft trees. `block` contains all integers that are copied to the device for a graph of `size` tokens (see
+        `drafted`)."""
         at, end = self._token_fields * size, len(block) - size * self._tree_columns // 4
         starts = end - size - 1
         return (
@@ -717,8 +721,9 @@ def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previ
 
 
 def _trees(works: Many[Work], slots: Ints, starts: Ints) -> _Trees:
-    """Return the trees of a step. `slots` has the index of each token in its sequence, which ignores its depth in a
-    tree. `starts` has the index of each sequence's first token in the step."""
+    """Return the trees of a step. `slots` has the index of each token in its sequence. All tokens before it count,
+    including those of other branches of its tree. `starts` has the index of each sequence's first token in the
+    step."""
     counts = np.diff(starts)
     longest = int(counts.max())
     dtype = np.uint8 if longest < 256 else np.int32  # rows of prompts can be long, on a CPU

@@ -1,7 +1,8 @@
-"""Linear layers of quantised checkpoints. kvloom reads the weight of a layer itself only if the layer is dense.
+"""Linear layers of quantised checkpoints. A layer is dense if its result is its input times its weight, plus
+its bias. Only for dense layers does kvloom use the weight directly.
 
-A quantised layer has another class, packed weights, a weight of a tensor subclass, or a forward of its own. Its forward
-is the only way to compute it.
+A quantised layer has another class, packed weights, a weight of a tensor subclass, or a forward of its own.
+Its result can be computed only with its forward.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def is_dense_weight(weight: Any) -> bool:
 
 @torch.no_grad()
 def dense_copy(layer: Any, dtype: torch.dtype) -> nn.Linear:
-    """Return a dense layer with the weights of a quantised layer without bias. The layer computes the weights from an
-    identity matrix, so this function works for every format."""
+    """Return a dense layer with the weights of `layer`, which is quantised and has no bias. To get the weights,
+    this function runs `layer` on an identity matrix, so it works for every format."""
     device = next(layer.parameters(), next(layer.buffers(), torch.empty(0))).device
     weight = layer(torch.eye(layer.in_features, device=device, dtype=dtype)).T.contiguous()
     dense = nn.Linear(layer.in_features, len(weight), bias=False, device="meta")
@@ -45,8 +46,8 @@ def dense_copy(layer: Any, dtype: torch.dtype) -> nn.Linear:
 
 
 def replace_up_projections(model: Any, dtype: torch.dtype) -> None:
-    """Replace quantised `kv_b_proj` layers of MLA modules by dense layers, because attention in latent space multiplies
-    queries by their weights."""
+    """Replace quantised `kv_b_proj` layers of MLA modules by dense layers. Attention in latent space needs the
+    weights of these layers, because it multiplies queries by them."""
     for module in model.modules():
         layer = getattr(module, "kv_b_proj", None)
         if isinstance(layer, nn.Module) and not is_dense(layer):

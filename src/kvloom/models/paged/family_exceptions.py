@@ -1,16 +1,26 @@
-"""All changes for single model families.
+"""All changes for single model families. A row states how a family differs from most models, and what kvloom
+does.
 
-| family                   | difference                                                  | solution                                    |
-|--------------------------|-------------------------------------------------------------|---------------------------------------------|
-| DeepSeek (MLA)           | caches latents, expects expanded keys and values            | attention in latent space (`absorb_latent`) |
-| Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest sequence of a step | chosen once (`fix_rope_frequencies`)        |
-| GPT-2, BERT, …           | check every step's tokens for padding, and warn             | the check is disabled (`prepare`)           |
-| Granite hybrids, windows | make no mask for sliding layers, and fail when they read it | an empty mask by kind (`add_mask_names`)    |
-| MiniMax                  | no function that a kernel could replace                     | its own forward (`scans.lightning_forward`) |
-| Llama 3.2 Vision         | attends to images in separate layers                        | reads image pages (`cross_attention`)       |
-| Gemma 3n and 4           | layers read the K and V of an earlier layer                 | names that layer (`name_kv_sources`)        |
-| Bloom, Falcon, …         | attention is inside a module, or adds a bias or a mask      | transformers' own cache (`SEPARATE`)        |
-| XLNet, Reformer, …       | the probe would state a misleading reason                   | refused by name (`REFUSED_FAMILIES`)        |
+| family                   | difference                               | solution                               |
+|--------------------------|------------------------------------------|----------------------------------------|
+| DeepSeek (MLA)           | caches latents, but its attention        | attention in latent space              |
+|                          | expects expanded keys and values         | (`absorb_latent`)                      |
+| Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest | frequencies are chosen once            |
+|                          | sequence of a step                       | (`fix_rope_frequencies`)               |
+| GPT-2, BERT, …           | check every step's tokens for padding,   | the check is disabled (`prepare`)      |
+|                          | and warn                                 |                                        |
+| Granite hybrids, windows | sliding layers need a mask that the      | an empty mask for every layer kind     |
+|                          | model does not make                      | (`add_mask_names`)                     |
+| MiniMax                  | its mixer has no function that a kernel  | the mixer gets a new forward           |
+|                          | could replace                            | (`scans.lightning_forward`)            |
+| Llama 3.2 Vision         | attends to images in separate layers     | these layers read image pages          |
+|                          |                                          | (`cross_attention`)                    |
+| Gemma 3n and 4           | some layers read the K and V of an       | they get the number of that layer      |
+|                          | earlier layer                            | (`name_kv_sources`)                    |
+| Bloom, Falcon, …         | attention is inside a module, or adds a  | the model runs with transformers' own  |
+|                          | bias or a mask                           | cache (`separation_reason`)            |
+| XLNet, Reformer, …       | the probe (`loading.probe`) would state  | refused by name (`REFUSED_FAMILIES`)   |
+|                          | a misleading reason                      |                                        |
 """
 
 from __future__ import annotations

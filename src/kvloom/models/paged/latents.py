@@ -57,11 +57,11 @@ def out_of_latent_space(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some queries of the step (`queries`), and the tokens that they read, of one or more sequences. `starts` has
-    the index of each sequence's first query among the queries of the part. `token_starts` has the index of each
-    sequence's first token among the tokens of the part. Each token has a row of the block table (`rows`) and a
-    position in its sequence (`positions`). `merges` states that an earlier part has the same queries, so the
-    results of both are merged."""
+    """Some queries of the step (`queries`), and the tokens that these queries read. Both belong to one or more
+    sequences. `starts` has the index of each sequence's first query among the queries of the part.
+    `token_starts` has the index of each sequence's first token among the tokens of the part. Each token has a
+    row of the block table (`rows`) and a position in its sequence (`positions`). `merges` states that an
+    earlier part has the same queries. The results of both parts are then merged."""
 
     queries: slice
     starts: list[int]
@@ -99,8 +99,8 @@ class ExpandedPlan:
     ) -> None:
         """`chosen` are the numbers of the expanded sequences in the step. For each sequence of the step, `bounds` has
         the index of its first query, and `lengths` its number of tokens, including new tokens. At most `limit`
-        tokens are expanded at a time. Only the new tokens of a long sequence may be more, because they are expanded
-        together."""
+        tokens are expanded at a time, with one exception: if a sequence has more than `limit` tokens, all of its
+        new tokens are expanded together."""
         self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []

@@ -1,8 +1,9 @@
 """Recurrent mixers on pages. Each mixer runs once on the packed tokens of a step, with its states in pages.
 
-A mixer is the recurrent part of a layer, such as Mamba. While a mixer runs, kernels (`scans`) replace functions of
-its modeling file. The kernels split the tokens into sequences, and read and write states in pages. A mixer without
-such functions (MiniMax) gets a new forward. This file handles the cache interface, not the arithmetic.
+A mixer is the recurrent part of a layer, such as Mamba. While a mixer runs, kernels (`scans`) replace
+functions of its modeling file. The kernels split the tokens into sequences, and read and write states in
+pages. The mixer of MiniMax has no function that a kernel could replace, so it gets a new forward. This file
+handles the cache interface, not the arithmetic.
 """
 
 from __future__ import annotations

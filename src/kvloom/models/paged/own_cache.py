@@ -1,15 +1,15 @@
 """Models that run on pages only with transformers' own cache, one sequence after the other.
 
-Most models run once on the packed tokens of a step, and their attention reads pages (`attention`). Some models cannot:
-their attention is written inside their modules, adds a bias or a mask of its own, or selects tokens. For each sequence
-of a step, such a model runs by itself:
+Most models run once on the packed tokens of a step, and their attention reads pages (`attention`). Some
+models cannot: their attention is written inside their modules, adds a bias or a mask of its own, or selects
+tokens. Such a model runs once for each sequence of a step:
 
     fill    a cache (`sequence_cache`) gets the visible K and V, and the states, from pages
     run     the modeling code computes the sequence's new tokens with this cache, as in `generate()`
     store   new K and V, and the new states, are written to pages
 
-Pages, prefix cache, tiers and quantised K and V work as for other models. A step takes longer, because sequences do not
-share it. There are no CUDA graphs.
+Pages, prefix cache, tiers and quantised K and V work as for other models. A step takes longer, because its
+sequences are not computed together. There are no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def runs_separately(model: Any) -> bool:
 
 
 def run_separately(model: Any) -> None:
-    """Make a model run each sequence of a step by itself. Repeated calls are allowed. The first call computes a few tokens.
-    Raises ModelError if the logits of a prompt depend on how the prompt is split."""
+    """Make a model compute a step one sequence at a time. Repeated calls are allowed. The first call computes a
+    few tokens. Raises ModelError if the logits of a prompt depend on how the prompt is split."""
     if runs_separately(model):
         return
     forward = _Separate(model)

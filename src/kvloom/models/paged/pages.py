@@ -1,12 +1,12 @@
 """The layers of a model write and read pages of the pool through `Pages`, one step at a time.
 
     begin(batch)           sets the step
-    update(k, v, layer)    remembers new K and V
+    update(k, v, layer)    stores new K and V until `attend`
     attend(layer, q, …)    writes new K and V to their slots, then reads pages
 
-One attention plan is made per step and visibility. Plan objects are reused between steps. State and
-cross-attention layers only get their views from `Pages`, and read pages themselves (`mixers`,
-`cross_attention`).
+One attention plan is made per step and visibility. Plan objects are reused between steps. State layers and
+cross-attention layers only get views of their pages from `Pages`. Their own modules (`mixers`,
+`cross_attention`) access these pages.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Pages(EmptyCache):
         piece: int = 0,
         prefix: str = "",
     ) -> None:
-        """A target and a draft model may share the pool. `prefix` selects the layers of one of them: "" selects those
-        of the target, and `DRAFT_PREFIX` those of the draft model.
+        """A target and a draft model may share the pool. `prefix` selects the model whose layers are used: "" selects
+        the target, and `DRAFT_PREFIX` selects the draft model.
 
-        `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is not
-        0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
+        `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is
+        not 0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
         """
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
@@ -348,8 +348,9 @@ class Pages(EmptyCache):
         scale: float,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalise, rotate and write the new latents of an MLA layer [tokens, dims], in one launch that also rotates
-        the last dims of packed queries [tokens, heads, dim]. Then return attention [tokens, heads, dim of v].
+        """Write the new latents of an MLA layer [tokens, dims] to its pages, normalised and rotated. The same launch
+        rotates the last dims of packed queries [tokens, heads, dim]. Then return attention [tokens, heads, dim of
+        v].
 
         `weight` is the up-projection. Long prompts are expanded (see `latents`). May rotate queries in place.
         """
@@ -518,10 +519,10 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the page ranges that several sequences share (shared runs). Until the next call, replays of a decode
-        step with `rows` sequences read each range once. `runs` are for full-attention layers, and `windows` for
-        windowed layers. If `windows` is None, the windows of the last call stay. Return whether any of `runs` was
-        set."""
+        """Set the shared runs of decode steps with `rows` sequences. A shared run is a range of pages that several
+        sequences have in common. Until the next call, replays of these steps read each shared run once. `runs` are
+        for full-attention layers, and `windows` for windowed layers. If `windows` is None, windowed layers keep the
+        shared runs of the last call. Return whether any of `runs` was set."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)

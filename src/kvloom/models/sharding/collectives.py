@@ -1,11 +1,14 @@
 """Puts sums and gathers between ranks into a model whose weights are cut.
 
-| module                                    | its output on a rank     | what is added                           |
-|-------------------------------------------|--------------------------|-----------------------------------------|
-| linear layer with cut inputs              | a term of the output     | the sum over ranks                      |
-| experts with cut inputs of their last product | a term of the output | the sum over ranks                      |
-| norm over a cut dimension                 | depends on all ranks     | the inputs are gathered, the norm whole |
-| output matrix                             | logits of some tokens    | each rank computes a part, all gather   |
+| module                         | its output on a rank   | what is added                                      |
+|--------------------------------|------------------------|----------------------------------------------------|
+| linear layer with cut inputs   | a term of the output   | the terms of all ranks are summed                  |
+| experts whose last product has | a term of the output   | the terms of all ranks are summed                  |
+| cut inputs                     |                        |                                                    |
+| norm over a cut dimension      | needs the inputs of    | all ranks gather the inputs before the norm; then  |
+|                                | all ranks              | each rank keeps its values of the result           |
+| output matrix                  | the logits of a part   | all ranks gather the logits of the whole           |
+|                                | of the vocabulary      | vocabulary                                         |
 
 Biases that are added to a sum are zero on every rank but 0 (`cuts`).
 """
@@ -63,8 +66,8 @@ class _SummedLinear(nn.Linear):
 
 
 def _spans_ranks(own: Any, whole: Any) -> bool:
-    """Return whether a module is a norm over values of several ranks. A norm over groups of values is not, if each
-    rank has whole groups."""
+    """Return whether a module is a norm over values of several ranks. If a norm works on groups of values, and
+    every group is complete on one rank, the result is False."""
     if "Norm" not in type(own).__name__ or own.weight.dim() != 1 or "weight" in dict(own.named_buffers()):
         return False
     sizes = [getattr(each, "group_size", None) for each in (own, whole)]
@@ -75,7 +78,8 @@ def _spans_ranks(own: Any, whole: Any) -> bool:
 
 
 def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
-    """Let a norm gather its inputs from all ranks, norm them as a whole, and return the rank's part."""
+    """Change a norm: it gathers its inputs from all ranks, computes the norm of all values, and returns only the
+    values of this rank."""
     size = len(own.weight)
     total = len(whole.weight)
     copies = size * ranks.shard.count // total  # ranks that share heads have the same values

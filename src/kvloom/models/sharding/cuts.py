@@ -1,9 +1,12 @@
-"""The part of each weight that a rank loads. A weight is cut where its shape in the rank's model is smaller.
+"""Selects the slice of each weight that a rank loads. A weight is cut where its shape in the rank's model is
+smaller.
 
-Most axes are cut into N equal parts. An axis with several parts, such as [q|k|v] or the [x|B|C] of a convolution, is
-cut part by part. If ranks share heads, a part has fewer than N pieces, and neighbouring ranks load the same piece.
+Most axes are cut into N equal pieces, one per rank. An axis may consist of several parts, such as [q|k|v]
+or the [x|B|C] of a convolution. Each part is then cut into pieces separately. If ranks share heads, a part
+has fewer than N pieces, and neighbouring ranks load the same piece.
 
-    rank's piece of a part = rank * pieces // N        pieces = size in the whole model / size in the rank's model
+    pieces                  = size in the whole model / size in the rank's model
+    piece that a rank loads = rank * pieces // N
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _summed_bias(name: str, axes: tuple[int, ...], named: dict[str, torch.Tensor]) -> str | None:
-    """Return the name of the bias that is added to a sum over ranks. None if the weight is not such a factor."""
+    """Return the name of the bias that belongs to the weight `name`, if the outputs of this weight are summed over
+    ranks. Otherwise return None. `axes` are the cut axes of the weight. Also return None if there is no bias."""
     if name.endswith(".weight") and axes == (1,):
         bias = name.removesuffix("weight") + "bias"
     elif name.endswith("down_proj") and named[name].dim() == 3:
@@ -117,7 +121,8 @@ def _ranges(
 def _parts(
     whole: nn.Module, own: nn.Module, name: str, tensor: torch.Tensor, axis: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the sizes of the parts of an axis, in the whole model and in the rank's model."""
+    """Return the sizes of the parts of an axis, in the whole model and in the rank's model. An axis has several
+    parts if a weight joins several matrices, such as [q|k|v]."""
     path, _, leaf = name.rpartition(".")
     if leaf in ("weight", "bias"):
         path, _, leaf = path.rpartition(".")
@@ -130,7 +135,8 @@ def _parts(
 
 
 def _part_sizes(owner: Any, leaf: str, axis: int) -> Sequence[int]:
-    """Return the sizes of the parts of a weight in a mixer or in an attention module. Empty if it has one part."""
+    """Return the sizes of the parts that a weight of a mixer or an attention module joins, such as [q|k|v]. Return
+    an empty sequence if the weight has one part."""
     if axis and leaf not in COMPUTED:
         return ()
     inner, states = getattr(owner, "intermediate_size", 0), getattr(owner, "ssm_state_size", 0)
@@ -165,6 +171,7 @@ GATES = ("gate_up_proj", "gate_up_proj_bias", "up_gate_proj", "input_linear")
 
 
 def _is_pair(owner: Any, leaf: str) -> bool:
-    """Return whether a weight has the gate and the up-projection of an MLP, one after the other. Some experts
-    interleave both; a cut then needs no parts."""
+    """Return whether a weight has the gate of an MLP, followed by the up-projection. Such a weight has two parts,
+    which are cut separately. Some experts interleave gate and up-projection. The result is then False, because
+    their weight can be cut as a whole."""
     return leaf in GATES and getattr(owner, "is_concatenated", True)

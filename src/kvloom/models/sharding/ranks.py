@@ -1,7 +1,8 @@
-"""The ranks of a tensor-parallel group, as one of them sees them: its number, and sums and gathers between all.
+"""One rank's view of its tensor-parallel group: the number of the rank, and sums and gathers between all
+ranks.
 
-The group is not torch's default process group, so a process may have several groups, one after the other or at the
-same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
+The group is not torch's default process group, so a process may have several groups, one after the other or
+at the same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Ranks:
     raises RankError if another rank has stopped, or does not make the call within the time limit."""
 
     def __init__(self, shard: Shard, meeting: Path, device: torch.device) -> None:
-        """Connect to the other ranks, which all name the same new file `meeting`. Waits until every rank has
-        connected."""
+        """Connect to the other ranks, and wait until every rank has connected. The ranks find each other through the
+        file `meeting`. It must be a new file, and every rank must pass the same path."""
         self.shard, self.device = shard, device
         library: Any = dist  # some of these names have no types
         store = library.FileStore(str(meeting), shard.count)
@@ -68,7 +69,8 @@ class Ranks:
         self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks, in place. Return it. All ranks get the same bits."""
+        """Add up the tensors `x` of all ranks, in place if `x` is contiguous. Return the sum. All ranks get the same
+        bits."""
         x = x.contiguous()
         self._wait(self._group.allreduce([x]))
         return x
@@ -88,7 +90,8 @@ class Ranks:
         return int(self.gather(torch.tensor([number], dtype=torch.int64, device=self.device)).min())
 
     def abort(self) -> None:
-        """End a call that waits for another rank, in any thread. The group cannot be used afterwards."""
+        """End a call that waits for another rank. The call may wait in another thread. The group cannot be used
+        afterwards."""
         self._group.abort()
 
     def _wait(self, call: Any) -> None:

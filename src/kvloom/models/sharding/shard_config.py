@@ -1,13 +1,15 @@
-"""The config of one rank: numbers of heads, widths of MLPs and channels of states divided by the number of ranks.
+"""The config of one of N ranks. Numbers of heads, widths of MLPs and channels of states are divided by N.
 
-| field                              | if N ranks divide it     | otherwise                                       |
-|------------------------------------|--------------------------|-------------------------------------------------|
-| attention heads                    | each rank has 1/N        | refused                                         |
-| KV heads                           | each rank has 1/N        | fewer than N: ranks share heads; else refused   |
-| widths of MLPs and experts         | each rank has 1/N        | every rank computes the whole MLP               |
-| heads and channels of states       | each rank has 1/N        | every rank computes the whole mixer             |
-| groups of B and C (Mamba-2)        | each rank has 1/N        | fewer than N: ranks share groups                |
-| MLA latents, embeddings, norms     |                          | every rank has them whole                       |
+| field                        | if it can be divided by N | otherwise                                         |
+|------------------------------|---------------------------|---------------------------------------------------|
+| attention heads              | each rank has 1/N         | refused                                           |
+| KV heads                     | each rank has 1/N         | if N is a multiple of their number, ranks share   |
+|                              |                           | heads; else refused                               |
+| widths of MLPs and experts   | each rank has 1/N         | every rank computes the whole MLP                 |
+| heads and channels of states | each rank has 1/N         | every rank computes the whole mixer               |
+| groups of B and C (Mamba-2)  | each rank has 1/N         | if N is a multiple of their number, ranks share   |
+|                              |                           | groups; else every rank computes the whole mixer  |
+| MLA latents, embeddings      | every rank has all        | every rank has all                                |
 
 Every other field keeps its value. The hidden size is never divided.
 """
@@ -133,8 +135,8 @@ def _divide_width(fields: dict[str, Any], name: str, count: int) -> None:
 
 
 def _divide_mixers(fields: dict[str, Any], count: int) -> None:
-    """Divide the heads and channels of recurrent mixers. Config classes check types, so a fraction of `expand` is
-    stored without their check."""
+    """Divide the heads and channels of recurrent mixers. `fields` is the `__dict__` of a config. A write to it
+    skips the type checks of config classes, which would refuse a fraction as `expand`."""
     for heads, groups, expand in MAMBA2:
         if not (fields.get(heads) and fields.get(groups)):
             continue

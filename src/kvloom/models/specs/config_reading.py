@@ -189,9 +189,9 @@ def windows_from_layer(config: Config) -> list[str]:
 
 
 def full_within(field: str) -> Pattern:
-    """Return a pattern in which every layer has full attention. The config field `field` limits the number of tokens.
-    Beyond this limit, results depend on how a prompt is split into chunks. The pattern therefore raises ModelError
-    if the context is longer than the limit."""
+    """Return a pattern, a function that returns the kind of each layer. All layers have full attention. The config
+    field `field` is a number of tokens. In longer prompts, results depend on how a prompt is split into chunks.
+    The pattern therefore raises ModelError if the model's context is longer."""
 
     def pattern(config: Config) -> list[str]:
         limit, context = config.optional(field), config.size("max_position_embeddings")
@@ -226,8 +226,8 @@ def zamba2_layers(config: Config) -> list[str]:
 
 
 def llama4(config: Config) -> list[str]:
-    """Return the layer kinds of Llama 4. Layers with rotary positions have chunked attention, and the others full
-    attention."""
+    """Return the layer kinds of Llama 4. Layers with rotary positions have chunked attention, if the config sets
+    `attention_chunk_size`. All other layers have full attention."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
     ]

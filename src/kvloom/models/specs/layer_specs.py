@@ -64,8 +64,8 @@ class Media:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The layer specs of one model, by name ("layers.3.attention", "layers.3.mamba"). `max_context` is the largest
-    number of tokens. It is None for models with only recurrent layers, which have no limit. `media` is None for text
-    models."""
+    number of tokens of a sequence. It is None for models with only recurrent layers, which have no limit.
+    `media` is None for text models."""
 
     name: str
     layers: Mapping[str, LayerSpec]

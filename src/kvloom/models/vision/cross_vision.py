@@ -3,10 +3,11 @@
     prompt   | text | ▪ | text … |          ▪ the token of an image
     media    | tokens of the image |        K and V of every cross-attention layer, in separate pages
 
-The states of an image become these K and V. The pages are written once for each image content, and read by
-every later token that sees the image. A token sees the last image before it. If that image directly follows
-other images, the token sees all of them. A token that sees no image skips the cross-attention layers. The
-vision tower and the projections are modules of Hugging Face. The cache owns the pages.
+The vision tower computes one state per token of an image. Each cross-attention layer projects these states
+to its K and V. The pages are written once for each image content, and read by every later token that sees
+the image. A token sees the last image before it. If that image directly follows other images, the token
+sees all of them. A token that sees no image skips the cross-attention layers. The vision tower and the
+projections are modules of Hugging Face. The cache owns the pages.
 """
 
 from __future__ import annotations

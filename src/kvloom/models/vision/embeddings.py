@@ -47,9 +47,9 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return how many media tokens the cache must allocate for `count` embeddings. This number may differ from
-        `count`, because a page does not contain one embedding for each token of a block. It is a multiple of the tokens
-        of a block."""
+        """Return how many media tokens the cache must allocate for `count` embeddings. The cache allocates one page of
+        embeddings for each block of tokens. A page may contain more or fewer embeddings than a block has tokens, so
+        the result may differ from `count`. It is a multiple of the tokens of a block."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

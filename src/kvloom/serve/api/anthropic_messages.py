@@ -43,9 +43,9 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat. `messages` is the number of messages before the position. If `characters` is set, only
-    this number of characters of the last of these messages is before the position. Pages before the position
-    are retained for `ttl` seconds.
+    """A position in a chat. Pages before the position are retained for `ttl` seconds. If `characters` is None, the
+    position is after the first `messages` messages. Otherwise it is inside the last of these messages, after
+    that many characters.
     """
 
     messages: int
@@ -54,7 +54,7 @@ class Breakpoint(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of one request to `/v1/messages`: those of a chat, and its cache breakpoints."""
+    """The fields of one request to `/v1/messages`: the fields of a chat, and the cache breakpoints of the request."""
 
     breakpoints: list[Breakpoint] = msgspec.field(default_factory=list)
 
@@ -400,7 +400,7 @@ class _Reader:
 
     def _parts(self) -> list[dict[str, Any]]:
         """Return the content of the last message as a list of parts, to which images can be added. If the content is a
-        text, it is first converted to such a list."""
+        text, the text becomes the first part of a new list."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []

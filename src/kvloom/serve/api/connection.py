@@ -164,7 +164,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def _accept_all(listener: socket.socket) -> Iterable[socket.socket]:
-    """Accept the connections that wait at a listening socket, then close it."""
+    """Accept the connections that wait at a listening socket, then close the listening socket."""
     with listener:
         listener.setblocking(False)
         while True:

@@ -435,8 +435,8 @@ class PromptEncoder:
         `start`.
 
         Without `text`, the length of a token is the length of its own text. With `text`, offsets are positions in
-        `text`. A token whose text does not occur there, such as a special token, has length 0. Several tokens that
-        form one character have the same offset.
+        `text`. If the text of a token, such as a special token, does not occur in `text` at its offset, the token
+        has length 0. Several tokens that form one character have the same offset.
         """
         offsets, at = [], start
         partial: list[int] = []
@@ -632,11 +632,12 @@ def chat_position(
     limits: PromptLimits,
     characters: int | None = None,
 ) -> int:
-    """Return the number of prompt tokens of a chat's first `messages` messages. With `characters`, only this number of
-    characters of the last of these messages counts. Returns 0 if the template refuses these messages alone.
+    """Return the number of prompt tokens of a chat's first `messages` messages. With `characters`, the last of
+    these messages is first shortened to this many characters. Returns 0 if the template refuses these messages
+    alone.
 
-    The messages are rendered and encoded. The result is the length of their common prefix with the prompt of the whole
-    chat, in tokens.
+    The messages are rendered and encoded alone. The result is the number of leading tokens that are the same in
+    the prompt of the whole chat.
     """
     part = [dict(message) for message in fields.messages[:messages]]
     if part and characters is not None:

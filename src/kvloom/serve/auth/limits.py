@@ -39,7 +39,8 @@ class Caps:
     public: bool = False
 
     def check(self, answers: int, ttl: float | None, priority: int | None, public: bool = False) -> None:
-        """Raise ApiError 400 if a request exceeds a limit, or if it marks a public prefix (`public`) and may not."""
+        """Raise ApiError 400 if a request exceeds a limit. Also raise it if the request marks a public prefix
+        (`public`) and the tenant may not mark one."""
         if public and not self.public:
             raise bad_request(
                 "cache: this key may not mark a public prefix: omit public_tokens and public_messages, or let the "
@@ -166,7 +167,8 @@ class RequestLimiter:
     @contextmanager
     def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
         """Admit a request with `answers` answers. The request counts until the `with` block ends. Raises ApiError if
-        the limit of the server, the tenant's part of this limit, or the tenant's `max_open` is reached.
+        the request would exceed the limit of the server, the limit that the tenant has at present (see the class),
+        or `max_open` open answers of the tenant.
         """
         if self.is_draining:
             raise draining()

@@ -83,8 +83,9 @@ class DashboardState:
         self._history.sample(now)
 
     def keep(self, now: float) -> None:
-        """Keep a frame of the past, if the last one is FRAME_SECONDS old. A frame needs a snapshot of the engine, which
-        a task awaits. While the engine runs no steps, the last frame is repeated.
+        """If the last frame is FRAME_SECONDS old, store a new frame: the state of this moment, for later views of the
+        past. A frame needs a snapshot of the engine, for which a background task waits. While the engine runs no
+        steps, the last frame is repeated.
         """
         busy = self._keeping is not None and not self._keeping.done()
         if (
@@ -120,8 +121,9 @@ class DashboardState:
         return rates
 
     def past_json(self, at: float) -> bytes | None:
-        """Return the state at the Unix time `at` as JSON: the last frame before it, and the samples up to it. Return
-        None if no frame is kept. Does not ask the engine.
+        """Return the state at the Unix time `at` as JSON. It consists of the last frame (stored state) before `at`,
+        and the samples up to `at`. If there is no earlier frame, the oldest frame is used. Return None if there are
+        no frames. Does not ask the engine.
         """
         found = self._past.find(at)
         if found is None:
@@ -134,7 +136,7 @@ class DashboardState:
         })  # fmt: skip
 
     def _past_range(self) -> dict[str, Any]:
-        """Return the range of time of the frames, and the load in it."""
+        """Return the times of the oldest and the newest frame (stored state), and the load between these times."""
         found = self._past.to_dict()
         start, end = found["from"], found["until"]
         return {**found, "load": [] if start is None else self._history.overview(start, end)}
@@ -171,7 +173,8 @@ class DashboardState:
         }
 
     def _now(self) -> dict[str, Any]:
-        """Return the part of the state that a frame of the past stores."""
+        """Return the current state, without the history. A frame (stored state) of the past has the same fields, and
+        the rates of tiers."""
         context, served = self._context, self._served
         link = served.engine
         facts = link.info

@@ -1,7 +1,8 @@
-"""The past hour of a dashboard: compressed documents, one every FRAME_SECONDS. Memory is bounded.
+"""The past hour of a dashboard, as frames. A frame is the state of the dashboard at one time, as a compressed
+JSON document without curves. A frame is stored every FRAME_SECONDS. Memory is bounded.
 
-now - 1 h                                               now
-├──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┤      a frame is the document without curves
+    now - 1 h                                               now
+    ├──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┤      one frame per mark
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Past:
         return self._frames[-1].at if self._frames else 0.0
 
     def add(self, at: float, document: bytes) -> None:
-        """Add a frame of time `at`, which must not decrease. Compresses the document: about 1 ms for 100 KB."""
+        """Add a frame with the time `at`. Times must not decrease from call to call. Compresses the document, which
+        takes about 1 ms for 100 KB."""
         self._append(_Frame(at, zlib.compress(document, 1)))
 
     def repeat(self, at: float) -> None:
@@ -49,8 +51,8 @@ class Past:
             self._append(_Frame(at, self._frames[-1].data))
 
     def find(self, at: float) -> tuple[float, bytes] | None:
-        """Return time and document of the last frame that is not after `at`, or of the oldest frame. Return None if
-        there is no frame."""
+        """Return time and document of the last frame at or before the time `at`. If all frames are later, use the
+        oldest frame. Return None if there is no frame."""
         if not self._frames:
             return None
         after = bisect.bisect_right(self._frames, at, key=lambda frame: frame.at)

@@ -130,9 +130,9 @@ class RequestRecord:
         return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
     def waterfall(self) -> list[dict[str, Any]]:
-        """Return the phases of the request in order of their start: queue, load, prefill and decode. `start_s` and
-        `end_s` are seconds since the arrival. A load has a tier. The phase that still runs ends now. A request with
-        several prompts has phases of each prompt, numbered from 0.
+        """Return the phases of the request: queue, load, prefill and decode. They are ordered by prompt (numbered from
+        0), then by start. `start_s` and `end_s` are seconds since the arrival. A load has a tier. If a phase still
+        runs, its end is the present time.
         """
         now = self.finished or time.monotonic()
         phases: list[dict[str, Any]] = []

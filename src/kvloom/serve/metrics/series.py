@@ -253,8 +253,8 @@ def tier_series(stats: EngineStats) -> list[Series]:
 
 
 def _encoding_series(counts: Mapping[str, float]) -> list[Series]:
-    """Return the series about encode workers. The first series are those of a worker that requests embeddings of
-    images. The last series are those of an encode worker."""
+    """Return the series about encode workers. A worker that requests embeddings of images counts the first series.
+    An encode worker counts the series `kvloom_encoder_…`."""
     rows = (
         ("kvloom_handed_over_images", "Images whose embeddings came from encode workers", "handed_over_images"),
         ("kvloom_handed_over_image_bytes", "Bytes of embeddings that came from encode workers", "handed_over_bytes"),

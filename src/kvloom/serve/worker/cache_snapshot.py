@@ -39,9 +39,10 @@ class CacheSnapshot:
         return _encode(snapshot)
 
     def _adapters(self, cached: dict[str, int]) -> list[dict[str, Any]]:
-        """Return the LoRA adapters with their cached bytes, after the base model, whose name is "". Empty if the engine
-        has no adapters. The blocks of an activated LoRA count as blocks of the base model. `cached` has the bytes by
-        adapter of `CacheControl`, which ends with the digest of a LoRA adapter."""
+        """Return the base model, whose name is "", and the LoRA adapters, each with its cached bytes. Empty if the
+        engine has no adapters. The blocks of an activated LoRA count as blocks of the base model. `cached` maps
+        values of `CacheControl.adapter` to bytes. For a LoRA adapter, this value ends with the digest of the
+        adapter."""
         infos = adapter_infos(self._engine)
         if not infos:
             return []

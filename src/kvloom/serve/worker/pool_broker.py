@@ -57,11 +57,12 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
     A pool grows if it is full and its model is busy. The equal share of a pool is `budget` divided by the
     number of pools. Growing pools get bytes from these sources, in this order:
 
-      1. bytes of `budget` that no pool has
-      2. bytes of pools whose model is idle, down to the smallest size of the pool
-      3. free bytes of pools whose model is busy, if the pool is not full
-      4. bytes of pools above their equal share, down to this share, if the model is busy; only growing pools below
-         their equal share get them
+    1. bytes of `budget` that no pool has
+    2. bytes of pools whose model is idle, down to the smallest size of the pool
+    3. free bytes of pools whose model is busy, if the pool is not full
+    4. bytes of pools above their equal share, down to this share, even if their model is busy. This source is
+       used only while a full pool of a busy model is below its equal share. Meanwhile, no pool above its equal
+       share grows.
 
     A pool may shrink by less than planned. Let other pools grow only after it has shrunk.
     """

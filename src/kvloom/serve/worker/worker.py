@@ -74,8 +74,9 @@ class _OpenRequest:
     chunks: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add_chunk(self, launched: float, finished: float, tokens: int) -> None:
-        """Add a prompt chunk of a finished step. Chunks do not overlap: on a GPU a step may be launched while the
-        previous one runs. Above MAX_CHUNKS chunks, neighbours are merged in pairs.
+        """Add a prompt chunk of a finished step. On a GPU, a step may be launched while the previous step runs. The
+        chunk then starts when the previous chunk ends, so that chunks do not overlap. Above MAX_CHUNKS chunks,
+        neighbours are merged in pairs.
         """
         chunks = self.chunks
         chunks.append((max(launched, chunks[-1][1]) if chunks else launched, finished, tokens))

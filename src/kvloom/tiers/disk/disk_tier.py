@@ -1,10 +1,14 @@
-"""The disk tier stores pages in segment files of one directory. Pages stay available after a restart or a crash.
+"""The disk tier stores pages in segment files of one directory. Pages stay available after a restart or a
+crash.
 
-    write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
-    read  -> reading threads, directly into aligned memory of the caller; a read is verified while other reads run
+    write -> sealing thread (checksums, compression) -> appending thread (one write per frame, one sync
+             for several queued frames) -> publishing thread (index) -> OK
+    read  -> reading threads, directly into aligned memory of the caller; a read is verified while
+             other reads run
 
-To seal a page is to compute its header and its stored bytes. `segment.py` defines the file format.
-`segment_store.py` has the index and eviction. `segment_writer.py` and `segment_reader.py` run the transfers.
+To seal a page is to compute its header and its stored bytes. A frame contains several sealed pages.
+`segment.py` defines the file format. `segment_store.py` has the index and eviction. `segment_writer.py` and
+`segment_reader.py` run the transfers.
 """
 
 from __future__ import annotations
@@ -216,12 +220,12 @@ class DiskTier(Tier):
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with their stored keys, under which the disk stores them. Without a key file, the
-        stored keys are `Objects.keys`. With a key file, they are derived from `Objects.keys` and the tenant's
-        encryption key. Raises NoKeyError if the tenant has no encryption key.
+        """Returns the objects with their stored keys, under which the disk stores them. Without a key file, the stored
+        keys are `Objects.keys`. With a key file, they are derived from `Objects.keys` and the tenant's encryption
+        key. Raises NoKeyError if the tenant has no encryption key.
 
-        Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, an object
-        that the disk has only in this old format keeps its key of `Objects.keys`.
+        Earlier releases stored encrypted pages (format version 2) under `Objects.keys`. With `legacy`, the key of
+        an object is not changed if the disk has the object only in this old format.
         """
         if self._keys is None:
             return objects

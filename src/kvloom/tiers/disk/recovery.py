@@ -1,11 +1,11 @@
 """Reads the directory of a disk tier when the tier is opened. Returns its segments, and their records in the
 order of writing.
 
-A killed process may leave partly written pages in its last segment, which was not sealed. In segments of an
-earlier release, power loss may also leave partly written pages in the segment before it. Records of both
-segments therefore have `is_verified=False`, until a read has verified their bytes. Such a record does not
-replace an older copy of the page whose bytes are intact. While a record is not verified, a write of its
-page stores the page again. This module does not use the tier's shares and index.
+A killed process may leave partly written pages in its last segment, which was not sealed. In files of an
+earlier release, power loss may also leave partly written pages in the segment before the last one. Records
+of both segments therefore have `is_verified=False`, until a read has verified their bytes. A record that is
+not verified does not replace an older copy of the page whose bytes are intact. If the page is written while
+its record is not verified, it is stored again. This module does not use the tier's shares and index.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def _records(
 
 def replaces(files: Files, record: Record, before: Record | None) -> bool:
     """Returns whether `record` replaces `before`, an earlier copy of the same page or None. A verified record
-    always does. A record that is not verified replaces only a copy that is not intact. If `before` is not
-    verified either, the function reads it. If its bytes are intact, it is marked as verified."""
+    always replaces `before`. A record that is not verified replaces `before` only if the bytes of `before` are
+    damaged. If `before` is not verified either, its bytes are read and checked. If they are intact, `before` is
+    marked as verified."""
     if before is None or record.is_verified:
         return True
     if not before.is_verified:

@@ -245,8 +245,8 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the headers of consecutive plain pages in `pages`. The headers equal those that `seal` returns, but one
-    call computes them all."""
+    """Returns the headers of consecutive pages in `pages`, which are neither compressed nor sealed. `seal` returns
+    equal headers, one page at a time. This function computes all of them in one call."""
     sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each], stored_at=stored_at)

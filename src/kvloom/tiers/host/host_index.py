@@ -1,7 +1,10 @@
-"""The index of the host tier: keys, slots, accounts of tenants, and the choice of pages to evict.
+"""The index of the host tier. It finds pages by key, and chooses the pages to evict.
 
-    key → slot → arena page     a slot belongs to one object; an eviction may pass it to a new object of the same size
-    account → slots by use      an account loses its least recently used page first; its guaranteed part is protected
+    key → slot → arena page     a slot belongs to one object; after an eviction, a new
+                                object of the same size may get the slot
+    account → slots by use      an account has the pages of a tenant with a share, or of all
+                                other tenants; its least recently used page is evicted first,
+                                and its guaranteed part is protected
 
 This module is not thread-safe. The lock of the host tier guards it.
 """
@@ -68,9 +71,9 @@ class HostIndex:
             account.index = index
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the limit and the guaranteed part of one tenant in bytes, at any time. The guaranteed part is reduced
-        if all guaranteed parts together would exceed the capacity. If too many tenants have a share, returns
-        False, and the tenant keeps using the common account."""
+        """Sets the share of one tenant, at any time: its limit and its guaranteed part, in bytes. The guaranteed part
+        is reduced if all guaranteed parts together would exceed the capacity. If too many tenants have a share,
+        returns False. The tenant then still uses the common account of all tenants without a share."""
         account = self._by_tenant.get(tenant)
         if account is None:
             if len(self._by_tenant) >= MAX_TENANTS:
@@ -217,11 +220,12 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """Evicts pages until one page of `size` bytes can be allocated. Returns its slot in a list, or [] if this
-        fails. Used if no page is free and the next page to evict is in use or has another size.
+        """Evicts pages until one page of `size` bytes can be allocated. Returns a list with the slot of this page, or
+        [] if no page can be allocated. Used if no page is free and the next page to evict is in use or has another
+        size.
 
-        If the next page to evict has another size, its whole slab is evicted. The slab can then be cut into pages of
-        `size` bytes. An account at its limit evicts only its own pages.
+        If the next page to evict has another size, its whole slab is evicted. The slab can then be cut into pages
+        of `size` bytes. An account at its limit evicts only its own pages.
         """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
@@ -270,8 +274,8 @@ class HostIndex:
         """Returns the account whose least recently used page is evicted next, so that `account` gets `size` bytes.
         Returns None if no account has a page to evict. O(accounts).
 
-        If `account` is at its limit, it loses a page itself. Otherwise the account with the least recently used
-        page is chosen, among the accounts of `_evictable_accounts`.
+        If `account` is at its limit, one of its own pages is evicted. Otherwise the page is the least recently used
+        page of all accounts of `_evictable_accounts`.
         """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None

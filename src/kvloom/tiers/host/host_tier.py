@@ -95,9 +95,9 @@ class HostTier(Tier):
             self.index.set_shares(shares)
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the limit and the guaranteed part of one tenant in bytes, at any time. Pages that the tenant stored
-        before the first call stay in the common account. If too many tenants have a share, returns False, and the
-        tenant keeps using the common account."""
+        """Sets the share of one tenant, at any time: its limit and its guaranteed part, in bytes. Pages that the
+        tenant stored before the first call stay in the common account of all tenants without a share. If too many
+        tenants have a share, returns False, and the tenant still uses the common account."""
         with self._lock:
             return self.index.set_account(tenant, limit, guaranteed)
 

@@ -237,8 +237,9 @@ def server_handshake(
     admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED,
     tls: ServerTLS | None = None,
 ) -> Verdict:
-    """Runs the server's side of the handshake and returns the verdict. If the client has proved the secret, `admit`
-    returns the verdict. Otherwise the verdict is WRONG_SECRET. With `tls`, the connection is encrypted."""
+    """Runs the server's side of the handshake and returns the verdict. If the client has proved that it has the
+    secret, `admit` decides the verdict. Otherwise the verdict is WRONG_SECRET. With `tls`, the connection is
+    encrypted."""
     nonce = os.urandom(32)
     channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION | (_TLS if tls else 0), nonce)])
     if tls is not None:

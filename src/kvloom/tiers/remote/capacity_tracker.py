@@ -35,8 +35,9 @@ class _Account(Account):
 
 @dataclass(slots=True)
 class TrackedValue:
-    """A value of this process in the store. `is_guaranteed` is set for values within the guaranteed part of their
-    tenant. All such values of a tenant together have at most as many bytes as the guaranteed part."""
+    """A value of this process in the store. `is_guaranteed` is set if the value belongs to the guaranteed part of
+    its tenant. The values of a tenant with `is_guaranteed` together have at most as many bytes as the
+    guaranteed part."""
 
     account: _Account
     size: int
@@ -141,7 +142,7 @@ class CapacityTracker:
 
     def _victim(self, account: _Account) -> _Account | None:
         """Returns the account whose oldest value must be evicted after a value of `account` was added. Returns None if
-        all values fit into the capacity and into the tenant's limit. O(accounts)."""
+        `account` is within its limit and all values fit into the capacity. O(accounts)."""
         if account.used > account.limit:
             return account
         if self._bytes <= self._capacity:

@@ -44,8 +44,8 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`limit` is the largest total size of those replies of an exchange that are not read into the caller's
-        memory."""
+        """`limit` applies to each exchange (one `send` and its replies). It is the largest number of bytes of all
+        replies together. Replies that are read into the caller's memory do not count."""
         self._limit = limit
         self._budget = 0  # the part of the limit that the current exchange has left
         if isinstance(address, str):
@@ -124,9 +124,9 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Subtracts `count * each` bytes from the rest of the exchange's limit. The server sent `count`, the number of
-        bytes or items that follow. `what` describes them in the error. Returns `count`. Raises ValueError if the
-        rest of the limit is too small."""
+        """Subtracts `count * each` bytes from the number of bytes that the replies of this exchange may still have.
+        `count` comes from the server: it is the number of bytes or items that follow. `what` describes them in the
+        error. Returns `count`. Raises ValueError if too few bytes are left."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"

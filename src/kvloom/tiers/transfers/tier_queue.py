@@ -213,8 +213,10 @@ class TierQueue:
                 self._busy_since = None
 
     def _next(self) -> QueuedLookup | TransferBatch | _StatsRequest | None:
-        """Removes and returns the next item to run, or None if no item may run now. A load or store must fit into the
-        budget, unless none of its kind is in flight. A store runs only if no load waits. The caller holds the lock."""
+        """Removes and returns the next item to run, or None if no item may run now. A load must fit into the budget,
+        unless no other load is in flight. A store must fit into a quarter of the budget, unless no other store is
+        in flight. All bytes in flight count against these limits. A store runs only if no load waits. The caller
+        holds the lock."""
         if self._lookups:
             return self._lookups.popleft()
         while self._loads:

@@ -1,7 +1,8 @@
-"""Groups the pieces of an answer into blocks. A block is reasoning, content or one tool call. It opens, grows and
-closes before the next block opens.
+"""Groups the pieces of an answer into blocks. A block is reasoning, content or one tool call. It opens, grows
+and closes before the next block opens.
 
-The Responses API returns such blocks as items, and the Messages API as content blocks.
+The Responses API returns the blocks of an answer as items, and the Messages API returns them as content
+blocks.
 """
 
 from __future__ import annotations

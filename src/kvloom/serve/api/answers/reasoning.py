@@ -106,8 +106,8 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 def last_marker(message: str) -> str:
-    """Return <think> if a message ends inside reasoning, otherwise </think>. The marker stands for the state in
-    which an answer that continues the message begins.
+    """Return <think> if a message ends inside reasoning, otherwise </think>. If an answer continues the message,
+    the marker shows whether the answer begins inside reasoning.
     """
     return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 
