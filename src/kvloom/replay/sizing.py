@@ -161,8 +161,8 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return how much one more gigabyte would add to the hit rate, at most `most`. Assumes linear growth, in which
-    `size` more bytes add `hit_rate`.
+    """Return how much one more gigabyte would add to the hit rate, at most `most`. Assumes that the hit rate grows
+    linearly: `size` more bytes raise it by `hit_rate`.
     """
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 

@@ -274,8 +274,8 @@ class Scorer:
     def _cost(
         self, load: WorkerLoad, prompt_tokens: int, have: Sequence[int], now: float
     ) -> tuple[float, float, int, int]:
-        """Return the cost of a worker in seconds, without affinity and adapter. Also return its expected time to first
-        token, the cached tokens, and the cached tokens on the GPU.
+        """Return the cost of a worker in seconds. Session affinity and the time to load an adapter are not included. Also
+        return its expected time to first token, the cached tokens, and the cached tokens on the GPU.
         """
         options, limit = self.options, prompt_tokens - 1
         on_gpu, cached = have[0], have[-1]

@@ -21,13 +21,13 @@ E = TypeVar("E", bound=Entry)
 
 
 class EvictionQueue(Generic[E]):
-    """The entries of one account (the pages of one tenant) that may be evicted. When an entry is removed or moves
-    up, its old item stays in the heap. Such an item is skipped when it reaches the top.
+    """The entries of one account (the pages of one tenant) that may be evicted. If an entry is removed, or must be
+    evicted earlier than before, its old item stays in the heap and is skipped when it reaches the top.
 
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|
     | push        | O(log n)                                                                             |
-    | next_victim | O(log n) amortised: the top entry moves down only if it was used meanwhile           |
+    | next_victim | O(log n) amortised: the top entry is sorted in again only if it was used meanwhile           |
     """
 
     def __init__(self, policy: Policy) -> None:

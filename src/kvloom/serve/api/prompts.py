@@ -517,9 +517,9 @@ class _ContentForms:
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Render a test message in each form of content, and return the forms that the tokenizer's chat template
-        supports. If the template supports neither form, return texts, so that the first request gets the template's
-        own error.
+        """Return the forms of message contents that the tokenizer's chat template supports: plain texts, lists of parts,
+        or both. To find out, render a test message in each form. If both fail, the result is plain texts, so that the
+        first request gets the template's own error.
         """
 
         def writes(content: Any) -> bool:

@@ -1,8 +1,8 @@
 """The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose bytes
 are still in a segment.
 
-Each line has a key, a segment, an offset and a checksum. The line drops all copies of the key up to this position. A
-later write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on
+Each line has a key, a segment, an offset and a checksum. Segment and offset are a position in the order of writes. The
+tier ignores copies of the key before this position or at it. A later write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on
 disk are removed.
 """
 

@@ -4,10 +4,10 @@
     page key     BLAKE2b(tenant's key, salt of the page)            nonce = number of the run, never reused
     stored key   BLAKE2b(tenant's key, the object's key)            cannot be derived without the tenant's key
 
-A run is a layer run. To seal a run is to encrypt or to authenticate it. `protect="encrypt"` is
+A run is the bytes of one layer in a page. To seal a run is to encrypt or to authenticate it. `protect="encrypt"` is
 AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of HMAC-SHA-256. A
-sealed run can be opened only with its tenant's key, at its position in the page, and as part of its
-object. This module does not depend on formats or tiers.
+sealed run can be opened only with its tenant's key, at its position in the page, and in the
+page whose key was used to seal it. This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations
