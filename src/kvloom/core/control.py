@@ -68,15 +68,16 @@ class CheckpointPolicy:
     | field          | a checkpoint is taken                                                                   |
     |----------------|-----------------------------------------------------------------------------------------|
     | `prompt_end`   | at the end of the prompt                                                                |
-    | `before_last`  | one token before the end of the prompt instead, if the prompt is longer than a block    |
+    | `before_last`  | one token before the end of the prompt, in place of the one of `prompt_end`. Only if the  |
+    |                | prompt is longer than a block                                                           |
     | `turn_end`     | when the sequence closes                                                                |
     | `branch`       | at the first token of the prompt that differs from the tokens in the tree               |
     | `every_blocks` | after every `every_blocks` blocks; 0 means never                                        |
 
     A hit never contains the last token of a prompt. An identical prompt can therefore resume at a `before_last`
     checkpoint, but not at the end of the prompt. In models with states, `before_last` costs one more step, which
-    computes one token. In models with windows and no states, `before_last` also takes a checkpoint after the last
-    full block of the prompt. Tiers then have a resumable position, because they store full blocks only.
+    computes one token. In models with windows and no states, `before_last` adds a second checkpoint after the
+    last full block of the prompt. Tiers store full blocks only, so a prompt can resume at this checkpoint from a tier.
     """
 
     prompt_end: bool = True

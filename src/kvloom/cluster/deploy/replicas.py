@@ -33,8 +33,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns the number of replicas with which each replica has about
-    `target-requests` open requests. The result is at least the configured minimum.
+    """A scaling policy of Ray Serve. Returns how many replicas to run: enough that each has about
+    `target-requests` open requests, and at least the configured minimum.
     """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)

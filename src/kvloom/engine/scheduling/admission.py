@@ -167,8 +167,8 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool has enough slabs at every time. `pages` are the pages of each size class: [classes,
-        times].
+        """Return whether the pool has enough slabs at each of several future times. `pages` [classes, times] is the
+        number of pages of each size class that are needed then.
         """
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs

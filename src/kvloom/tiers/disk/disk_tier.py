@@ -68,8 +68,8 @@ class DiskConfig:
 
     - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With
       "process", a stored page survives only the end or crash of the process.
-    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the
-      smaller of 64 MiB and a quarter of the capacity.
+    - `segment_bytes`: the size of a segment. The default (None) is 1/64 of the capacity. Small tiers have
+      larger segments: 64 MiB, or a quarter of the capacity if that is less.
     - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
       the same size. Objects beyond the limit get the outcome BUSY.
     - `evict`: which segment is evicted first: the oldest, or the least recently used.

@@ -1,8 +1,8 @@
 """Timeouts for client libraries without timeouts. A call runs in a separate thread, and the caller stops waiting
 after the timeout.
 
-An abandoned call continues in its thread and may still use the caller's memory. `StillRunningError` can notify the
-caller when the call ends.
+An abandoned call continues in its thread and may still use the caller's memory. The caller gets a `StillRunningError`.
+Its method `on_finished` runs a function when the call ends.
 """
 
 from __future__ import annotations
