@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -46,6 +47,16 @@ def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Tests begin with torch's usual default dtype. Loading a model changes it for a moment, also in other threads, so
+    two loads at a time may leave it changed."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_default_dtype"):
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

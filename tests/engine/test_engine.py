@@ -236,7 +236,8 @@ def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None
     prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]
     wanted = expected(tiny(family), prompts, 10)
     # The pool is full, so that what windows have passed, and no point holds, leaves before the last one's turn.
-    engine = make_engine(tiny(family), 5 << 18 if family == "gemma3_text" else 1 << 24, token_budget=128)
+    size = 5 << 18 if family == "gemma3_text" else 1 << 24
+    engine = make_engine(tiny(family), size, token_budget=128, eviction_policy="lru")
     fill(engine, 3, 20)
     engine.run()
     requests = [engine.add(prompts[0], GREEDY)]
@@ -299,7 +300,7 @@ def test_pages_of_queued_requests_are_evicted_last(
     found = {}
     for most in (0, 256):
         monkeypatch.setattr(lookahead, "MAX_PROTECTED", most)
-        engine = make_engine(tiny(family), kib << 10, token_budget=128, max_running=2)
+        engine = make_engine(tiny(family), kib << 10, token_budget=128, max_running=2, eviction_policy="lru")
         ended: list[Request] = []
         turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}
         while turn:

@@ -163,7 +163,8 @@ def test_response_times_do_not_reveal_what_another_tenant_sent(
         found = faster(victim, attacker, SAMPLES, rng)
     print(f"{place}: control {control} of 30, attacker {found} of {SAMPLES} faster")
     assert victim.cached >= 30 * TOKENS // 2, "a tenant's own prompts are cached"
-    assert attacker.cached == 0
+    # Prompts of the attacker itself may have their first characters in common, but never a block.
+    assert attacker.cached < 8 * SAMPLES
     if control < 25:
         pytest.skip("the machine is too busy: even a cached prompt of the same tenant is not clearly faster")
     # By chance, half of the samples are faster. Four standard deviations happen once in 16,000 runs.

@@ -13,9 +13,9 @@ TERMINATED = 143
 RENAMED = {"below": "offload"}
 """Former names of benchmarks, accepted for one version."""
 BENCHMARKS = {
-    "compare": "kvloom and every installed peer on the same work, with a chart (both)",
     "index": "cache bookkeeping: hash, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
+    "compare": "kvloom and every installed peer on the same work, with a chart (both)",
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
     "serve": "many concurrent streams on a server (both)",
     "admission": "requests per second within their objective under overload (CPU)",
