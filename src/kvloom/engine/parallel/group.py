@@ -32,6 +32,7 @@ from kvloom.models.loading import LoadFormat, load
 from kvloom.models.paged import Work
 from kvloom.models.sharding import RankError, Ranks, Shard
 
+from .frames import receive_frame, send_frame, send_length
 from .messages import CopyPages, Failed, FromRank, Prepare, RankStart, Ready, Started, StepWriter, ToRank
 from .step_channel import StepChannel, create_memory
 
@@ -45,7 +46,6 @@ SETTINGS = (
 START_SECONDS = 1800.0
 """Longest time until a rank has loaded its weights."""
 CLOSE_SECONDS = 5.0
-LENGTH_BYTES = 8
 Message = TypeVar("Message", Started, Ready)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -133,7 +133,7 @@ class RankGroup:
                     {name: getattr(config, name) for name in SETTINGS},
                 )
                 body = _encoder.encode(start)
-                ours.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+                send_frame(ours, body)
         except BaseException:
             self.close()
             raise
@@ -216,7 +216,7 @@ class RankGroup:
         try:
             self._channel.write(body, self._seconds, self._check)
             for link in self._sockets:
-                link.sendall(len(body).to_bytes(LENGTH_BYTES, "little"))
+                send_length(link, len(body))
         except (OSError, TimeoutError) as error:
             self.fail(f"a rank does not read its steps ({error})")
             self._check()
@@ -230,7 +230,7 @@ class RankGroup:
         link, process = self._sockets[number], self.processes[number]
         link.settimeout(START_SECONDS)
         try:
-            body = _receive_frame(link)
+            body = receive_frame(link)
         except (EOFError, OSError) as error:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
@@ -262,7 +262,7 @@ class RankGroup:
                 number = numbers[fd]
                 reason = f"rank {number} has stopped"
                 with suppress(OSError, EOFError, IndexError, msgspec.DecodeError):
-                    message = _decoder.decode(_receive_frame(self._sockets[number - 1]))
+                    message = _decoder.decode(receive_frame(self._sockets[number - 1]))
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
                 self.fail(reason)
@@ -271,17 +271,3 @@ class RankGroup:
                 if self.on_failure is not None:
                     self.on_failure(reason)
                 return
-
-
-def _receive_frame(link: socket.socket) -> bytes:
-    return _receive_exactly(link, int.from_bytes(_receive_exactly(link, LENGTH_BYTES), "little"))
-
-
-def _receive_exactly(link: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = link.recv(count - len(data))
-        if not part:
-            raise EOFError("the socket is closed")
-        data += part
-    return data

@@ -27,12 +27,12 @@ from kvloom.models.loading import load
 from kvloom.models.sharding import Ranks, Shard
 from kvloom.models.specs import ModelError
 
+from .frames import receive_frame, receive_length, send_frame
 from .messages import CopyPages, Failed, FromRank, RankStart, Ready, Started, Step, StepReader, ToRank
 from .step_channel import StepChannel
 
 __all__ = ["main"]
 
-LENGTH_BYTES = 8
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -42,7 +42,7 @@ def main(fd: int, memory: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=fd)
-    start = msgspec.msgpack.decode(_receive(link, _receive_length(link)), type=RankStart)
+    start = msgspec.msgpack.decode(receive_frame(link), type=RankStart)
     try:
         kv, runner, ranks = _load(link, start)
         channel = StepChannel(memory, start.count)
@@ -79,7 +79,7 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
 def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, runner: ModelRunner) -> None:
     reader = StepReader(kv.cache)
     while True:
-        message = _decoder.decode(channel.read(_receive_length(link), rank))
+        message = _decoder.decode(channel.read(receive_length(link), rank))
         if isinstance(message, Step):
             runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
         elif isinstance(message, CopyPages):
@@ -90,21 +90,7 @@ def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, r
 
 def _send(link: socket.socket, message: FromRank) -> None:
     body = _encoder.encode(message)
-    link.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-
-
-def _receive_length(link: socket.socket) -> int:
-    return int.from_bytes(_receive(link, LENGTH_BYTES), "little")
-
-
-def _receive(link: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = link.recv(count - len(data))
-        if not part:
-            raise EOFError("rank 0 has closed the socket")
-        data += part
-    return data
+    send_frame(link, body)
 
 
 if __name__ == "__main__":
