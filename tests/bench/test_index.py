@@ -58,6 +58,7 @@ def test_the_table_has_columns_for_peers_only_if_one_was_measured(
         **dict.fromkeys(("life", "life_named", "life_evicting", "decode_step"), each),
         "tree": {"match": 1.0, "insert": 2.0, "evict": 4.0},
         "pool": {"10000": phases, "100000": phases},
+        "policies": {},
         "decode_scaling": {},
     }
     comparison, scale = index.compare(own, peers), index.scale_rows(own)

@@ -25,10 +25,6 @@ from kvloom.models.sharding import Ranks, Shard
 CPU = torch.device("cpu")
 
 
-BUILDING = threading.Lock()
-"""Transformers changes torch's default dtype while it builds a model, so only one rank builds at a time."""
-
-
 class ThreadRanks:
     """Stands in for `RankGroup`: every message is encoded and decoded as between processes."""
 
@@ -51,8 +47,7 @@ class ThreadRanks:
         shard = Shard(rank, self._config.tensor_parallel)
         ranks = Ranks(shard, Path(self.folder.name) / "meeting", CPU)
         ranks.limit(20)
-        with BUILDING:
-            return shard_model(self._model, ranks)
+        return shard_model(self._model, ranks)
 
     def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
         try:

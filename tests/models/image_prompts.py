@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -182,7 +183,9 @@ SIZES = ((8, 12), (16, 4), (8, 8))
 def vision_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     kind = "llava" if family == "pixtral" else family
-    config = transformers.AutoConfig.for_model(kind, **{**TINY[family], **changes})
+    # Transformers changes the dicts it is given, and several families share one.
+    settings = copy.deepcopy({**TINY[family], **changes})
+    config = transformers.AutoConfig.for_model(kind, **settings)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
     for weight in model.parameters():

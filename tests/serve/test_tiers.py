@@ -47,6 +47,8 @@ def test_a_restarted_server_does_not_load_expired_pages(folder: Path, tmp_path: 
         return (
             "--pool",
             "16MiB",
+            "--load",
+            "always",
             "--tier",
             f"host:8MiB?ttl={ttl}",
             "--tier",

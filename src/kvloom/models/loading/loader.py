@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ __all__ = [
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
+_BUILDING = threading.Lock()
+"""Transformers changes torch's default dtype while it builds a model, so only one thread builds at a time."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -286,7 +289,7 @@ def language_model_class(config: Any) -> tuple[Any, Any]:
 def _meta_model(cls: Any, config: Any) -> Any:
     """Return the model on the meta device, with its own copy of the config."""
     try:
-        with torch.device("meta"):
+        with _BUILDING, torch.device("meta"):
             return cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
     except Exception as error:
         raise ModelError(f"{cls.__name__} cannot be built from its config: {_first_line(error)}") from error
