@@ -58,6 +58,7 @@ class VirtualThreads:
         self.random = random.Random(seed)
         self.switch_rate = switch_rate
         self.now = 1000.0
+        self._os_thread = threading.get_ident()
         self.switches = 0
         self.errors: list[tuple[str, BaseException]] = []
         """Exceptions that ended a thread."""
@@ -76,12 +77,14 @@ class VirtualThreads:
     # -- what primitives use ----------------------------------------------------------------------
 
     def clock(self) -> float:
+        if threading.get_ident() != self._os_thread:
+            return time.monotonic()  # a thread that was started before the run
         self.now += TICK
         return self.now
 
     def pause(self) -> None:
         """Let another thread run, if the seed says so."""
-        if self.is_closed:
+        if self.is_closed or threading.get_ident() != self._os_thread:
             return
         self.now += TICK
         if self.random.random() < self.switch_rate:
@@ -101,6 +104,7 @@ class VirtualThreads:
             self._count += 1
             heapq.heappush(self._sleeping, (deadline, self._count, task.wakes, task))
         self._switch()
+        task.wakes += 1  # a deadline that has not passed yet has no effect
         return task.woken
 
     def wake(self, task: _Task) -> None:
