@@ -41,7 +41,7 @@ def address_of(engine: Engine) -> str:
 
 
 def decode_engine(family: str, *peers: Engine, offload: OffloadConfig = PATIENT, **settings: Any) -> Engine:
-    tiers = [f"peer://{address_of(peer)}?timeout=2" for peer in peers]
+    tiers = [f"peer://{address_of(peer)}?timeout=30" for peer in peers]
     return make_engine(tiny(family), POOL, tiers=tiers, offload=offload, **settings)
 
 
