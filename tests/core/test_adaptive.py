@@ -289,3 +289,86 @@ def test_the_queue_of_looks_stays_in_proportion_to_the_cache() -> None:
     chats(service, 4, 600)
     queue = service.cache.state.accounts[""].queue
     assert len(queue._expiring) <= 64 + 8 * max(8, len(queue))
+
+
+# -- restarts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> Service:
+    """A service that has seen conversations of five turns, and prompts that never come again."""
+    service, rng = Service(60), np.random.default_rng(0)
+    for number in range(400):
+        base = 1000 * number
+        for turn in range(1, 6 if number % 2 else 2):
+            service.ask(*range(base, base + 2 * turn), ending="stop" if number % 2 else "length")
+            service.wait(float(rng.uniform(5, 40)))
+    return service
+
+
+def test_what_was_learned_continues_after_a_restart(trained: Service) -> None:
+    first = trained
+    learned = first.cache.save_policy()
+    assert learned is not None
+    assert sum(len(value) for value in learned.values() if isinstance(value, bytes)) < 14 * 8192
+    second = Service(60)
+    second.cache.restore_policy(learned)
+    old, new = learner(first), learner(second)
+    old.model.fit(first.clock.now())
+    assert np.allclose(new.model.factors, old.model.factors, atol=0.02)
+    for stratum in range(4):
+        for age in (1.0, 20.0, 300.0):
+            there = old.model.index(stratum, 0.0, age)
+            assert new.model.index(stratum, 0.0, age) == pytest.approx(there, abs=0.05)
+    assert (new._tail, new._endings, new._tenants) == (old._tail, old._endings, old._tenants)
+    untrained = learner(Service(60))
+    assert untrained.model.factors != new.model.factors
+    assert new.model.index(1, 0.0, 300.0) != pytest.approx(untrained.model.index(1, 0.0, 300.0), abs=0.05)
+
+
+def test_a_restored_sample_does_not_age(trained: Service) -> None:
+    """Nothing is observed while no engine runs."""
+    learned = trained.cache.save_policy()
+    second = Service(60)
+    assert learned is not None
+    second.cache.restore_policy(learned)
+    before = learner(second).model.factors
+    second.wait(50_000)
+    learner(second).model.fit(second.clock.now())
+    assert learner(second).model.factors == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"away": b""},
+        {"away": None},
+        {"weight": b"\0\0\xc0\x7f"},
+        {"stratum": b"\xff"},
+        {"values": b"\xff"},
+        {"stride": 0},
+        {"stride": "1"},
+        {"span": float("nan")},
+        {"tenants": {"a": 3}},
+        {"endings": ["stop"]},
+        {"without": [-1.0] * 24},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_damaged_state_is_refused_and_changes_nothing(trained: Service, change: dict[str, object]) -> None:
+    learned = trained.cache.save_policy()
+    assert learned is not None
+    for name, value in change.items():
+        if isinstance(value, bytes) and value:
+            value = learned[name][: -len(value)] + value
+        learned[name] = value
+    service = Service(60)
+    with pytest.raises(ValueError, match=r"\w"):
+        service.cache.restore_policy(learned)
+    assert (learner(service).model.fits, learner(service)._tenants) == (1, {})
+
+
+def test_a_policy_that_does_not_learn_has_nothing_to_save() -> None:
+    cache = Service(60, "lru").cache
+    assert cache.save_policy() is None
+    cache.restore_policy({"away": b""})

@@ -15,7 +15,7 @@ import pytest
 
 from kvloom.core import CacheControl
 from kvloom.engine import OffloadConfig, Request, SamplingParams
-from kvloom.engine.offload import manager, pool_loader, saved_speeds
+from kvloom.engine.offload import manager, pool_loader, saved_state
 from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
 from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
@@ -46,7 +46,7 @@ class Rig:
         first.add(self.prompt, PARAMS)
         first.run()
         first.close()
-        (path / saved_speeds.FILE).unlink()  # the tests set the speeds
+        (path / saved_state.SPEEDS).unlink()  # the tests set the speeds
         self.gate, self.now, self.waited = threading.Semaphore(0), 100.0, 0.0
         self.computed: list[int] = []
         faults = Faults(tamper=lambda objects: self.gate.acquire() and None)

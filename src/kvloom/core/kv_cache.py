@@ -7,14 +7,15 @@ before the next step. `loading` is the interface of the offload manager, and `in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Sequence as Many
+from collections.abc import Iterable, KeysView, Mapping, Sequence as Many
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
-from .eviction import DEFAULT_POLICY, Account, Policy, Tenant
+from .eviction import DEFAULT_POLICY, Account, Policy, SavablePolicy, Tenant
 from .inspect import Inspector, PoolMap, cache_stats, check_integrity
 from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
@@ -454,6 +455,21 @@ class KVCache:
         after `take_copies`. The caller may free the memory only after every earlier copy and step is done.
         """
         return self.state.allocator.shrink(n)
+
+    # -- restarts -------------------------------------------------------------------------------
+
+    def save_policy(self) -> dict[str, Any] | None:
+        """Return what the eviction policy has learned, as numbers, strings, bytes, lists and dicts. Return None if the
+        policy does not learn."""
+        policy = self.state.accounts.policy
+        return policy.save(self.clock.now()) if isinstance(policy, SavablePolicy) else None
+
+    def restore_policy(self, saved: Mapping[str, Any]) -> None:
+        """Let the eviction policy continue with the result of `save_policy` of another cache. Has no effect if the
+        policy does not learn. Raises ValueError for damaged data, and then changes nothing."""
+        policy = self.state.accounts.policy
+        if isinstance(policy, SavablePolicy):
+            policy.restore(saved, self.clock.now())
 
     # -- inspection -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ queue         EvictionQueue: entries of one account in order
 tenants       Tenant, its account, quota and share; the account of public prefixes
 """
 
-from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory
+from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory, SavablePolicy
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .tenants import PUBLIC_TENANT, Account, Tenant
 
@@ -23,6 +23,7 @@ __all__ = [
     "LearningPolicy",
     "Policy",
     "ReuseHistory",
+    "SavablePolicy",
     "Tenant",
     "make_policy",
 ]

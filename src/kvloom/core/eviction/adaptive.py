@@ -23,9 +23,10 @@ Until it has samples, the policy evicts the least recently used entry.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from hashlib import blake2b
 from operator import getitem
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .policies import Entry, ReuseHistory
 from .reuse_model import VALUES, ReuseModel
@@ -100,7 +101,7 @@ class Adaptive:
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
-        self._tenants: dict[str, int] = {}
+        self._tenants: dict[str, int] = {}  # by digest, so that saved data has no tenant's name
         self._endings: dict[str | None, int] = {None: 0}
         self._closed = 0
         self._asked: Entry | None = None  # the entry of the last `priority` call; a `review` call follows
@@ -123,6 +124,32 @@ class Adaptive:
         """Start the comparison with LRU. `cached_tokens` returns the number of tokens in the cache, and
         `looked_up_tokens` the number of tokens of all prompts so far."""
         self._cached_tokens, self._looked_up_tokens = cached_tokens, looked_up_tokens
+
+    def save(self, now: float) -> dict[str, Any]:
+        """Return what was learned, for `restore`. See `SavablePolicy`."""
+        learned = {"tenants": self._tenants, "endings": list(self._endings), "without": self._without}
+        return {**self.model.save(now), **learned}
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        """Continue with what another policy object learned. See `SavablePolicy`."""
+        tenants, endings, without = (saved.get(name) for name in ("tenants", "endings", "without"))
+        if not isinstance(tenants, dict) or sorted(tenants.values()) != list(range(len(tenants))):
+            raise ValueError("tenants are damaged")
+        if (
+            not isinstance(endings, list)
+            or endings[:1] != [None]
+            or len({*map(str, endings)}) != len(endings)
+        ):
+            raise ValueError("endings are damaged")
+        if max(len(tenants), len(endings)) >= VALUES:
+            raise ValueError("there are too many tenants or endings")
+        if not isinstance(without, list) or len(without) != _ENDS or not all(map(_is_count, without)):
+            raise ValueError("the counts of unused last tokens are damaged")
+        self.model.restore(saved, now)
+        self._tenants = {str(name): code for name, code in tenants.items()}
+        self._endings = {None: 0, **{str(name): code for code, name in enumerate(endings) if code}}
+        self._without = without
+        self._learn_ends()
 
     # -- priorities -----------------------------------------------------------------------------
 
@@ -265,7 +292,7 @@ class Adaptive:
                 min(7, max(0, new - 4)) if visit.turn == 0 else min(14, 8 + max(0, new - 4)),
                 min(visit.turn, 8),
                 0 if visit.since < 0 else min(_NONE - 1, int(visit.since).bit_length() + 1),
-                min(_code(self._tenants, tenant), _NONE - 1),
+                min(_code(self._tenants, _digest(tenant)), _NONE - 1),
             )
         )
 
@@ -335,6 +362,14 @@ def _uses(hits: int) -> int:
     """Return the feature value for `hits` uses. Up to 5 uses, the value is the number itself. Above 5, the value
     depends only on the bit length of the number."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
+
+
+def _digest(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=8).hexdigest()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, float) and 0 <= value < math.inf
 
 
 def _code(codes: dict[K, int], key: K) -> int:

@@ -8,9 +8,9 @@ entry's priority when the entry is queued, and again before it is evicted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
     "FIFO",
@@ -25,6 +25,7 @@ __all__ = [
     "Policy",
     "PriorityTTL",
     "ReuseHistory",
+    "SavablePolicy",
 ]
 
 
@@ -168,6 +169,20 @@ class LearningPolicy(Policy, Protocol):
         """Record that a request closed with `length` tokens. `visit` is the history that `on_open` returned for this
         request. `path` contains the nodes of the request, deepest first. `ending` is the finish reason.
         """
+        ...
+
+
+@runtime_checkable
+class SavablePolicy(Policy, Protocol):
+    """A policy whose learned state survives a restart. An engine with a disk tier saves the state."""
+
+    def save(self, now: float) -> dict[str, Any]:
+        """Return what was learned, as numbers, strings, bytes, lists and dicts. Must be fast: the engine waits."""
+        ...
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        """Replace what was learned by the result of `save`. Raises ValueError for damaged data, and then changes
+        nothing."""
         ...
 
 

@@ -16,7 +16,8 @@ The model has no access to entries or pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ BINS = len(_EDGES)
 """Number of age bins. The bins cover 8 · 1.25^36 seconds, about 7 hours. The last bin includes all higher ages."""
 _LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
+_SHORTEST = 1e-3  # seconds
+_MAX_STRIDE = 1 << 30
 
 
 class ReuseModel:
@@ -64,7 +67,9 @@ class ReuseModel:
         self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
         self._middle = np.maximum(self.edges + self._width / 2, 1.0)
         self._started = np.zeros(window)
-        self._away = np.full(window, np.nan)  # seconds until the reuse, or NaN if there was none yet
+        # Seconds until the reuse, or NaN if there was none yet. A negative value is a restored sample that was not
+        # used again while it was observed, for so many seconds.
+        self._away = np.full(window, np.nan)
         self._stratum = np.zeros(window, np.int16)
         self._weight = np.zeros(window)
         self._values = bytearray(window * features)
@@ -126,6 +131,51 @@ class ReuseModel:
                 self._stride = max(1, self._stride // 2)
         self._wrapped = now
 
+    # -- restarts -------------------------------------------------------------------------------
+
+    def save(self, now: float) -> dict[str, Any]:
+        """Return the samples, oldest first, as numbers and bytes for `restore`. At most 14 bytes per sample."""
+        n = min(self._recorded, self.window)
+        order = np.arange(self._recorded - n, self._recorded) % self.window
+        away = self._away[order]
+        unused = -np.maximum(now - self._started[order], _SHORTEST)
+        table = np.frombuffer(self._values, np.uint8).reshape(self.window, self.features)
+        return {
+            "away": np.where(np.isnan(away), unused, away).astype("<f4").tobytes(),
+            "weight": self._weight[order].astype("<f4").tobytes(),
+            "stratum": self._stratum[order].astype(np.uint8).tobytes(),
+            "values": table[order].tobytes(),
+            "stride": self._stride,
+            "span": now - self._wrapped,
+        }
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        """Replace all samples by those of `save`, and fit the model. A sample that had no next use when it was saved
+        counts as unused up to that time. Raises ValueError for data that `save` cannot have returned."""
+        away, weight = (
+            np.frombuffer(_bytes(saved, name), "<f4").astype(np.float64) for name in ("away", "weight")
+        )
+        stratum = np.frombuffer(_bytes(saved, "stratum"), np.uint8)
+        values = np.frombuffer(_bytes(saved, "values"), np.uint8)
+        n, stride, span = len(away), saved.get("stride"), saved.get("span")
+        lengths = len(weight), len(stratum), len(values)
+        if not 0 < n <= self.window or lengths != (n, n, n * self.features):
+            raise ValueError(f"{n} samples with {lengths} other values do not fit a window of {self.window}")
+        if not (np.isfinite(away).all() and np.isfinite(weight).all() and (weight > 0).all()):
+            raise ValueError("a sample has a time or a weight that is no number")
+        if stratum.max() >= self.strata or values.max() >= VALUES:
+            raise ValueError("a sample has an unknown stratum or feature value")
+        if type(stride) is not int or not 0 < stride <= _MAX_STRIDE:
+            raise ValueError(f"stride is {stride!r}")
+        if not isinstance(span, float) or not 0 <= span < math.inf:
+            raise ValueError(f"span is {span!r}")
+        self._started[:n], self._away[:n], self._stratum[:n], self._weight[:n] = now, away, stratum, weight
+        self._values[: n * self.features] = values.tobytes()
+        self._recorded, self._stride, self._wrapped = n, stride, now - span
+        self._seen = n * stride
+        self._due = self._seen + self.every
+        self.fit(now)
+
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
@@ -169,8 +219,8 @@ class ReuseModel:
         if not n:
             return
         away = self._away[:n].copy()
-        back = ~np.isnan(away)
-        age = np.where(back, away, np.maximum(now - self._started[:n], 0.0))
+        back = away >= 0
+        age = np.where(np.isnan(away), np.maximum(now - self._started[:n], 0.0), np.abs(away))
         bin_ = np.searchsorted(self.edges[1:], age, "right")
         cell = self._stratum[:n] * np.int64(BINS) + bin_
         into = age - self.edges[bin_]
@@ -260,6 +310,13 @@ class ReuseModel:
         falls = (index[:, None, :] <= index[:, :, None] - FALL) & np.tri(BINS + 1, k=-1, dtype=bool).T
         lower = np.where(falls.any(2), np.append(self.edges, math.inf)[falls.argmax(2)], math.inf)
         return index.tolist(), lower.tolist()
+
+
+def _bytes(saved: Mapping[str, Any], name: str) -> bytes:
+    found = saved.get(name)
+    if not isinstance(found, bytes) or (len(found) % 4 and name in ("away", "weight")):
+        raise ValueError(f"{name} is missing or damaged")
+    return found
 
 
 def _row(level: float) -> int:

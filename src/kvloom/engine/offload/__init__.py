@@ -9,7 +9,8 @@
     load_job.py           LoadJob: the pages of one request in transfer (only data)
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
     throughput.py         TimeModel: estimates seconds from a number of tokens or bytes
-    saved_speeds.py       SavedSpeeds: keeps measured speeds in the folder of a disk tier, for the next start
+    saved_state.py        SavedState: keeps measured speeds and what the eviction policy learned in the folder of a
+                          disk tier, for the next start
     host_pages.py         HostPages: copies between pool and host memory, on separate streams of a GPU
     unit_copies.py        UnitCopies: copies of pages for workers with another block size
     image_store.py        ImageStore: embeddings of images in tiers

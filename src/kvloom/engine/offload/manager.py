@@ -41,7 +41,7 @@ from .host_pages import HostPages
 from .image_store import ImageStore
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
-from .saved_speeds import SavedSpeeds
+from .saved_state import SavedState
 from .stats import OffloadStats
 from .store import PageOffloader
 from .throughput import TimeModel
@@ -56,6 +56,8 @@ IDLE_WAIT_SECONDS = 0.002
 """Longest sleep, in seconds, of a step without work."""
 COPY_WAIT_SECONDS = 0.0002
 """Longest sleep, in seconds, while copies run. Copies are polled, because their end sends no signal."""
+SAVE_SECONDS = 600.0
+"""Time between two saves of what was learned, in seconds. See `SavedState`."""
 _COMPUTE = Decision(Action.COMPUTE)
 
 
@@ -138,12 +140,13 @@ class OffloadManager:
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
         self._times = {"prefill": self._prefill_time, "copy": self._pool.copy_time}
-        self._saved_speeds: SavedSpeeds | None = None
+        self._saved_state: SavedState | None = None
+        self._save_at = time.monotonic() + SAVE_SECONDS
         disk = next((tier for tier in map(_innermost, places) if isinstance(tier, DiskTier)), None)
         if disk is not None:
             owner = f"{cache.model}, {cache.block_bytes} bytes a block, {_device_name(buffer.device)}"
-            self._saved_speeds = SavedSpeeds(disk.folder, owner)
-            self._saved_speeds.load(self._times, self.transfers.queues)
+            self._saved_state = SavedState(disk.folder, owner)
+            self._saved_state.load(self._times, self.transfers.queues, cache)
         self.cold: ColdPages | None = None
         """Cold pages of requests that are longer than the pool. None if no host tier is configured."""
         self.cold_refusal = ""
@@ -374,6 +377,13 @@ class OffloadManager:
             elif job.phase is Phase.COMPUTING and job.lookup.plan is not None and job.lookup.is_complete:
                 if job.lookup.plan.resume - job.request.computed < self.cache.block_tokens:
                     self.cancel(job.request)  # the request has computed its prompt meanwhile
+        if time.monotonic() > self._save_at:
+            self._save_state()
+
+    def _save_state(self) -> None:
+        self._save_at = time.monotonic() + SAVE_SECONDS
+        if self._saved_state is not None:
+            self._saved_state.save(self._times, self.transfers.queues, self.cache)
 
     # -- the engine's interface -------------------------------------------------------------------
 
@@ -457,8 +467,7 @@ class OffloadManager:
         while self._store.busy and time.monotonic() < deadline:
             time.sleep(0.001)
             self._store.poll()
-        if self._saved_speeds is not None:
-            self._saved_speeds.save(self._times, self.transfers.queues)
+        self._save_state()
         if self.host_server is not None:
             self.host_server.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))

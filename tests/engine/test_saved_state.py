@@ -83,6 +83,31 @@ def test_speeds_of_another_version_or_model_are_not_used(
     assert "damaged" not in caplog.text
 
 
+def test_the_policy_continues_with_what_it_has_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = started(tmp_path)
+    served(engine, drawn("reuse", *[40 + i for i in range(8)]), 2)
+    learned = engine.cache.save_policy()
+    assert learned is not None
+    closed(engine)
+    engine = started(tmp_path)
+    again = engine.cache.save_policy()
+    assert again is not None
+    assert len(again["away"]) == len(learned["away"]) > 0
+    assert again["values"] == learned["values"]
+    offload_of(engine)._save_at = 0.0  # ten minutes have passed
+    (tmp_path / "reuse.msgpack").unlink()
+    offload_of(engine).poll()
+    assert (tmp_path / "reuse.msgpack").exists()
+    closed(engine)
+    (tmp_path / "reuse.msgpack").write_bytes(b"\x81\xa7version\x01")
+    engine = started(tmp_path)
+    assert engine.cache.save_policy()["away"] == b""  # type: ignore[index]
+    assert "reuse.msgpack is damaged" in caplog.text
+    closed(engine)
+
+
 def test_the_first_request_waits_for_a_fast_tier_if_speeds_are_known() -> None:
     at = Progress(0, 1024, 1024, 16, 32)
     unknown = Estimates(None, None, None, max_lost_seconds=0.05)
