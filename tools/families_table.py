@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.models.tiny_families import config_of
 
-from kvloom.models.loading import language_model_class, refusal
+from kvloom.models.loading import language_model_class, refusal, sharding_refusal
 from kvloom.models.paged import REFUSED_FAMILIES, separation_reason
 from kvloom.models.specs import model_spec
 
@@ -39,8 +39,8 @@ _KINDS = ("full", "sliding", "chunked", "cross", "state")
 def table() -> tuple[str, str]:
     """Return two tables, of the families that run and of the others, and the sentence with their counts."""
     running = [
-        "| family | layers | sequences of a step | exact on a CPU | CUDA graphs | int8, fp8 | tiers | drafts |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | layers | sequences of a step | exact on a CPU | CUDA graphs | int8, fp8 | tiers | drafts | 2 ranks |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     refused = ["| family | reason |", "|---|---|"]
     packed = separate = 0
@@ -80,7 +80,8 @@ def _cells(config: Any, fails_capture: bool) -> tuple[list[str], bool]:
     quantised = "yes" if kinds - {"state"} else "no K and V"
     runs = "packed" if is_packed else "one by one"
     graphs = "yes" if is_packed and not fails_capture else "no"
-    return [", ".join(layers), runs, "yes", graphs, quantised, "yes", drafts], is_packed
+    ranks = "yes" if sharding_refusal(config, 2) is None else "no"
+    return [", ".join(layers), runs, "yes", graphs, quantised, "yes", drafts, ranks], is_packed
 
 
 def main() -> int:

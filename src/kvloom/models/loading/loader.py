@@ -427,7 +427,7 @@ def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
     """Return the whole model and the part of a rank, both without data, and how weights are cut. Raises ModelError if
     the model cannot be divided."""
     whole = _meta_model(cls, config)
-    reason = sharding_refusal(config, whole)
+    reason = _reason_against_sharding(config, whole)
     if reason is not None:
         raise ModelError(f"{cls.__name__}: {reason}")
     part = _meta_model(cls, shard_config(config, shard.count))
@@ -446,9 +446,19 @@ def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
     return whole, part, cuts
 
 
-def sharding_refusal(config: Any, model: Any) -> str | None:
-    """Return the reason why a model cannot be divided between ranks, or None. `model` is the whole model, with or
-    without data."""
+def sharding_refusal(config: Any, count: int) -> str | None:
+    """Return the reason why a model cannot be divided between `count` ranks, or None. Runs the code of the model
+    without weights."""
+    cls, own = language_model_class(config)
+    try:
+        _plan_shard(cls, own, Shard(0, count))
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _reason_against_sharding(config: Any, model: Any) -> str | None:
+    """Return a reason that does not depend on the number of ranks, or None. `model` may be without data."""
     if config.model_type in VISION_FAMILIES:
         return refused("tensor parallel, images")
     if separation_reason(model) is not None:

@@ -47,10 +47,19 @@ DELTA = (("linear_num_key_heads", "linear_num_value_heads"), ("linear_num_heads"
 
 
 def shard_config(config: Any, count: int) -> Any:
-    """Return the config of one of `count` ranks. Raises ModelError if the attention heads cannot be divided."""
+    """Return the config of one of `count` ranks. Raises ModelError if the attention heads cannot be divided,
+    or if layers have different numbers of them."""
     found = copy.deepcopy(config)
     text = found.get_text_config()
     fields, names = vars(text), getattr(text, "attribute_map", {})
+    different = {"head_dim", *HEADS, *KV_HEADS, *WIDTHS} & set(
+        getattr(text, "per_layer_attributes", None) or ()
+    )
+    if different:
+        raise ModelError(
+            f"model type {text.model_type!r} cannot be divided between ranks, because its layers differ in "
+            f"{', '.join(sorted(different))}"
+        )
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) and not _is_recurrent(fields):
         raise ModelError(f"model type {text.model_type!r} has no num_attention_heads to divide between ranks")
