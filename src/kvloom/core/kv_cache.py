@@ -159,9 +159,9 @@ class KVCache:
         return public_length(control.public_tokens, length, self.block_tokens, media)
 
     def _prefix(self, ids: Ids, control: CacheControl, media: Many[Media]) -> Prefix:
-        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of
-        public tokens, and the images. If there is a public prefix, a mark of the first private token follows the
-        images."""
+        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of public
+        tokens, and the images. If the prompt has a public prefix, the images are followed by the mark of the first
+        private token (`private_mark`)."""
         root = self.root_hash(control)
         public = self.public_length(control, len(ids), media) if control.public_tokens else 0
         if not public:
@@ -401,8 +401,8 @@ class KVCache:
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return one block number for each sequence in `rows` (row numbers): its first block whose page ids changed
-        since the last call. If no block changed, this is the number of reserved blocks of the sequence."""
+        """For each sequence in `rows` (row numbers), return the number of the first block whose page ids changed since
+        the last call. If no block changed, return the sequence's number of reserved blocks."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
@@ -442,7 +442,7 @@ class KVCache:
         return self.state.pool.unbacked_slabs(n)
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add slabs whose memory is now allocated. The memory may have any content. Recomputes the shares of
+        """Add slabs whose memory the caller has allocated. The memory may have any content. Recomputes the shares of
         tenants."""
         state = self.state
         state.pool.grow(slabs)

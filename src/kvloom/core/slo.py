@@ -208,7 +208,8 @@ class Backlog:
     |----------------|--------------------------------------------------------------------------|
     | `prompts`      | prompts that are computed before the new request, in order               |
     | `decoding`     | requests that decode now                                                 |
-    | `behind`       | prompt tokens of later requests, which fill the last step of the prefill |
+    | `behind`       | prompt tokens of later requests; they fill the rest of the last step     |
+    |                | of the new request's prefill                                             |
     | `token_budget` | largest number of tokens in a step                                       |
     | `max_running`  | largest number of running requests                                       |
     | `capacity`     | number of tokens that fit in the pool                                    |
@@ -235,8 +236,8 @@ class Prediction:
     | `idle_ttft`  | `ttft` on an idle worker                                                             |
     | `idle_tbt`   | `tbt` on an idle worker                                                              |
     | `rows`       | requests that decode when this request's prefill ends, as (steps left, context)      |
-    | `others_due` | shortest time until the first token of another prompt is due; only prompts that the  |
-    |              | last step of this request's prefill also computes count; infinity if there are none  |
+    | `others_due` | the last step of this request's prefill may also complete other prompts; shortest    |
+    |              | time until the first token of one of them is due, or infinity if there are none      |
     """
 
     ttft: float

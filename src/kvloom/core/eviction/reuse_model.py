@@ -289,8 +289,8 @@ class ReuseModel:
         """Return two tables of a stratum, by level and age bin: the `index` at the start of the bin, and the age from
         which the index is clearly lower.
 
-        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
-        page is dropped at the best time.
+        The index is the logarithm of the highest rate of reuses per second of keeping a page. To find the highest rate,
+        every later bin is tried as the time at which the page is dropped.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         hazard = baseline[None, :] * levels[:, None]
@@ -331,8 +331,8 @@ READS, GONE = 40.0, 600.0
 """Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
 users have left after GONE seconds."""
 PULL = 30.0
-"""Weight of the prior's shape over the age bins, as a number of samples. The overall level of the hazard is learned
-from the samples."""
+"""Weight of the prior, as a number of samples. The prior determines only how the hazard changes with age. The overall
+level of the hazard is learned from the samples."""
 STRATUM_PULL = 50.0
 """Weight of the common hazard in the hazard of one stratum, as a number of samples. The overall level is learned from
 the stratum's samples."""

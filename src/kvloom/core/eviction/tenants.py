@@ -49,8 +49,8 @@ class Tenant:
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight: the whole weight if the share is firm, otherwise the fraction SOFT_PART of
-        it."""
+        """The protected part of the weight. If the share is firm, this is the whole weight, otherwise the fraction
+        SOFT_PART of the weight."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -224,7 +224,8 @@ class Accounts:
         return Owner(self[tenant], tenant)
 
     def renumber_borrowed(self, new_of: dict[int, int]) -> None:
-        """Replace the keys of borrowed pages that compaction has moved. O(tenants * moved pages)."""
+        """Replace the page numbers of borrowed pages that compaction has moved. `new_of` maps old numbers to new
+        numbers. O(tenants * moved pages)."""
         for account in self.accounts.values():
             uses = account.borrowed_pages
             if uses:

@@ -27,7 +27,7 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """An object that retains pages which are in no block table: a pin, a load, a pending copy or a sequence."""
+    """An object that retains pages outside the block tables: a pin, a load, a pending copy or a sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
         """Return all arrays of page ids that the object retains. Compaction may rewrite these arrays in place."""
@@ -45,8 +45,8 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 class BlockPages:
     """Access to the pool by arrays of page ids. Such an array has one row per block, and one column per page of a
-    block. `classes` contains the size class of each column. The id 0 means no page. Token, state and media groups each
-    have a separate `BlockPages`.
+    block. The argument `classes` has the size class of each column. The id 0 means no page. Token, state and media
+    groups each have a separate `BlockPages`.
     """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:

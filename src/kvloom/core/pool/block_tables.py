@@ -114,8 +114,8 @@ class BlockTables:
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return one block number for each sequence in `rows` (row numbers): its first changed block. If no block
-        changed, this is the number of reserved blocks of the sequence. Then reset the record of changes."""
+        """For each sequence in `rows` (row numbers), return the number of its first changed block. If no block changed,
+        return its number of reserved blocks. Then reset the record of changes."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first

@@ -20,8 +20,8 @@ __all__ = ["Compaction"]
 
 
 class Compaction:
-    """Moves pages of one pool. `holders` are objects that retain pages which are in no block table. `on_move` is called
-    with the old and new numbers of moved pages (`PagePool.numbers`)."""
+    """Moves pages of one pool. `holders` are objects that retain pages outside the block tables. After a move,
+    `on_move` is called with a dictionary from the old to the new number of each page (`PagePool.numbers`)."""
 
     def __init__(
         self,

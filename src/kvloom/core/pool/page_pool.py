@@ -32,7 +32,7 @@ Index = npt.NDArray[np.intp]
 
 
 class SizeClass:
-    """All pages of one stride. A slab has `per_slab` pages of this class."""
+    """The pages of one size (stride). A slab has `per_slab` pages of this class."""
 
     __slots__ = (
         "cached",
@@ -146,8 +146,8 @@ class PagePool:
         """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
         c.
 
-        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may
-        use a whole free slab for the pages of one sequence, so that they stay together.
+        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may use a
+        whole free slab for one sequence, so that the pages of the sequence stay together.
         """
         slack = self.free_slabs
         if self._plain:
