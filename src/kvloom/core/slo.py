@@ -376,12 +376,13 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts
-        that count. A prompt counts if the last step of the new request's prefill also completes it, and if its
-        first token would be on time without the new request. Returns infinity if no prompt counts.
+        """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts that
+        count. A prompt counts under two conditions. The last step of the new request's prefill also completes the
+        prompt. Without the new request, the first token of the prompt would be on time. Returns infinity if no prompt
+        counts.
 
-        `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing
-        them takes `time` seconds.
+        `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing them takes
+        `time` seconds.
         """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step

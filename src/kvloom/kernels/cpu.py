@@ -145,8 +145,8 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """The tokens that each query sees: from `firsts` up to, but without, `lengths`. Each query sees at least one
-    token. Built once per step."""
+    """The tokens that each query sees. Query i sees the tokens [firsts[i], lengths[i]), at least one. Built once per
+    step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))

@@ -286,8 +286,8 @@ class ReuseModel:
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tables(self, baseline: Floats) -> Tables:
-        """Return two tables of a stratum, by level and age bin: the `index` at the start of the bin, and the age from
-        which the index is clearly lower.
+        """Return two tables of a stratum, indexed by level and age bin. The first table has the `index` at the start of
+        the bin. The second has the age from which the index is clearly lower.
 
         The index is the logarithm of the highest rate of reuses per second of keeping a page. To find the highest rate,
         every later bin is tried as the time at which the page is dropped.
@@ -337,7 +337,8 @@ STRATUM_PULL = 50.0
 """Weight of the common hazard in the hazard of one stratum, as a number of samples. The overall level is learned from
 the stratum's samples."""
 DOUBT = 8.0
-"""Weight of the assumption that a feature value has no effect, as a number of uses."""
+"""Weight of two assumptions, as a number of uses: a feature value has no effect, and the overall level of the hazard is
+the level of the prior."""
 ROUNDS = 3
 SEEN = 0.92
 """Share of all reuses that happen before the horizon."""

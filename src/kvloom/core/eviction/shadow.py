@@ -20,9 +20,9 @@ from bisect import bisect_right
 __all__ = ["ShadowLRU"]
 
 BUCKETS = 1024
-"""Number of buckets that fill the cache."""
+"""Approximate number of buckets whose tokens together fill the cache."""
 LIMIT = 0.005
-"""Largest loss of hit rate against LRU. 0.005 is half a percentage point."""
+"""Largest acceptable loss of hit rate against LRU. 0.005 is half a percentage point."""
 OFF_LOSS, ON_LOSS = 0.6 * LIMIT, 0.2 * LIMIT
 """The policy is switched off at a loss of OFF_LOSS, and on again when the loss has faded to ON_LOSS. OFF_LOSS is below
 LIMIT, because the loss may grow for a while after the policy is off: the pages that it chose are still cached."""
@@ -31,8 +31,7 @@ MEMORY = 32.0
 has."""
 FIRST = 24.0
 """The number of lost tokens is divided by at least FIRST times the tokens of the cache. The policy is therefore not
-switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache, because it needs some traffic to learn
-from."""
+switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. It needs some traffic to learn from."""
 
 
 class ShadowLRU:

@@ -66,12 +66,12 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block's page in `group`, the result of `deciding_group`. If no tier has this
-    page, tiers cannot extend the hit. Computes one hash.
+    """Return the query for the next block's page in `group`. `group` is the result of `deciding_group`. If no tier has
+    this page, tiers cannot extend the hit. Computes one hash.
 
-    Returns None if the prompt cannot resume at the end of the matched tokens. Pages of matched tokens are then
-    missing, and tiers could extend the hit with these pages alone. `TierQuery.hashes` is empty if the prompt
-    ends inside the next block.
+    Returns None if the prompt cannot resume at the end of the matched tokens. Pages of matched tokens are then missing,
+    and tiers could extend the hit with these pages alone. `TierQuery.hashes` is empty if the prompt ends inside the
+    next block.
     """
     if match.resume < match.matched:
         return None

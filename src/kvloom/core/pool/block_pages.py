@@ -127,7 +127,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Count one more prefix cache entry, `owner`, for each page in `rows`."""
+        """Record that one more entry of the prefix cache, `owner`, refers to each page in `rows`."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -156,7 +156,8 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Count one prefix cache entry fewer for each page in `rows`. Returns the number of bytes that are now free."""
+        """Record that one prefix cache entry fewer refers to each page in `rows`. Returns the number of bytes that are
+        now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0

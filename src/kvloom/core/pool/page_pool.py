@@ -128,15 +128,15 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages
-        fit. Assumes that all cached pages can be evicted and all slabs compacted. O(classes).
+        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages fit.
+        The calculation assumes that all cached pages are evicted and all slabs compacted. O(classes).
         """
         missing = self.fewest_slabs(needs, more) - (self.slabs - 1)
         return missing if missing > 0 else 0
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
-        further pages of each class c. Assumes compaction."""
+        """Return the smallest number of slabs that can contain the pages in use and `needs[c]` + `more` further pages
+        of each class c. The calculation assumes that all slabs are compacted."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab

@@ -349,8 +349,8 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute the result of `lengths` for models with windows or states. Uses one truth value per block, place
-        and group."""
+        """Compute the result of `lengths` for models with windows or states. Uses an array with one truth value per
+        block, place and group."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places

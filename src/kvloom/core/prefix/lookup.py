@@ -220,8 +220,8 @@ class Lookup:
     # -- hashes for tiers, peers and routers ----------------------------------------------------
 
     def block_hashes(self, match: Match) -> list[bytes]:
-        """Return the hash of every HASH_TOKENS tokens of the prompt. Hashes that the tree stores are not computed
-        again.
+        """Return the block hashes of the prompt, one for each HASH_TOKENS tokens. Hashes that the tree stores are not
+        computed again.
         """
         publisher = self._tree.publisher
         known: list[bytes] = []

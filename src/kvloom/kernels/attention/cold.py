@@ -47,8 +47,8 @@ def add_cold_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Attend one sequence's queries q [queries, heads, dim] to its cold pages, and merge the result into `out`. `ids`
-    are the page ids, on the host.
+    """Compute the attention of one sequence's queries q [queries, heads, dim] over its cold pages, and merge the result
+    into `out`. `ids` are the ids of the cold pages, on the host.
 
     Changes `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] in place.
     """

@@ -214,12 +214,12 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list of
+    """Return three values for the kernels over pages: the blocks of the `chosen` sequences, longest first; the list of
     merges of split blocks; and the number of slots for partial results. A block is a group of query rows.
 
-    Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV
-    heads, and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last
-    token of the image.
+    Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV heads,
+    and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last token of
+    the image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)

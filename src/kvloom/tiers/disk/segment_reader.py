@@ -203,8 +203,8 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Two counters for a page that was split into several reads: reads that have not finished, and reads that have
-    not succeeded. The reader's lock guards both counters."""
+    """Two counters for a page that is read in several parts: reads that have not finished, and reads that have not
+    succeeded. The reader's lock guards both counters."""
 
     __slots__ = ("_good", "_remaining")
 

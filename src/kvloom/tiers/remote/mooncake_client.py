@@ -84,8 +84,8 @@ class MooncakeClient:
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
         """A context for the transfer of one batch. `verb` is "get" or "put". At any time, at most one get and one put
-        run. Meanwhile, other threads can verify the batches that they have read. This is faster than several gets
-        or puts at once. Raises TimeoutError if the previous batch does not end in time."""
+        run. Meanwhile, other threads verify the batches that they have read. This is faster than several gets or puts
+        at once. Raises TimeoutError if the previous batch does not end in time."""
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:
