@@ -78,13 +78,13 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
-        of missing pages, or 0 on success.
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
+        missing pages, or 0 on success.
 
-        The allocator first checks whether eviction can free enough bytes. If it cannot, usually nothing is evicted.
-        The check counts bytes, but the pool needs whole slabs. If slabs have several pages, the check may therefore
-        succeed although too few slabs can become free. In this case, some pages are evicted before the call fails.
-        `Accounts.victim` decides from which tenants pages may be evicted.
+        The allocator first checks whether eviction can free enough bytes. If eviction cannot free enough, usually
+        nothing is evicted. The check counts bytes, but the pool needs whole slabs. If slabs have several pages, the
+        check may therefore succeed although too few slabs can become free. In this case, some pages are evicted before
+        the call fails. `Accounts.victim` decides from which tenants pages may be evicted.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1

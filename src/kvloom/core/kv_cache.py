@@ -69,7 +69,8 @@ class KVCache:
     The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
     `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
     open at the same time. The block tables reserve address space for all of them, but use memory only for open
-    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`); 0 refuses them.
+    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public
+    prefixes are refused.
     """
 
     def __init__(
@@ -267,9 +268,9 @@ class KVCache:
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
         """Take a checkpoint at `position`, or at the current end. If `position` is after the current end, the
-        checkpoint is taken when the sequence reaches it. In models with states, a checkpoint before the current end is
-        not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for the
-        states."""
+        checkpoint is taken when the sequence reaches `position`. In models with states, a checkpoint before the current
+        end is not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for
+        the states."""
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
@@ -449,10 +450,11 @@ class KVCache:
         state.accounts.set_pool_bytes(self.usable_slabs * self.layout.slab_bytes)
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Recomputes the shares of tenants.
+        """Remove up to `n` slabs and return their numbers. Evicts and compacts as needed. Recomputes the shares of
+        tenants.
 
-        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed
-        after `take_copies`. The caller may free the memory only after every earlier copy and step is done.
+        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
+        `take_copies`. The caller may free the memory only after every earlier copy and step is done.
         """
         return self.state.allocator.shrink(n)
 

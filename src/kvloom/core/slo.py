@@ -47,7 +47,8 @@ MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
 after each request. It settles where the fraction MET_SHARE of all requests is at least as fast as predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
-"""A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
+"""A deferred request starts when the time left until its deadline is at most this multiple of the time that the request
+needs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
-visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time
-since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and
-the finish reason of its last request are also features. From these features, `ReuseModel` predicts when an
-entry will be used again. This file chooses the samples for the model, and computes priorities from its
-predictions.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit.
+Such a request is the next turn of the same conversation. The features of an entry are its number of uses, the time
+since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and the
+finish reason of its last request are also features. From these features, `ReuseModel` predicts when an entry will be
+used again. This file chooses the samples for the model, and computes priorities from its predictions.
 
 | entry      | condition                                       | order of eviction                            |
 |------------|-------------------------------------------------|----------------------------------------------|
@@ -17,7 +16,7 @@ predictions.
 |            |                                                 | recently used first                          |
 | stale      | idle longer than nearly all returning requests  | like superseded entries                      |
 
-Until it has samples, the policy evicts the least recently used entry.
+Until the model has samples, the policy evicts the least recently used entry.
 """
 
 from __future__ import annotations

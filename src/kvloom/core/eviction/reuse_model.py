@@ -41,10 +41,10 @@ _MAX_STRIDE = 1 << 30
 
 
 class ReuseModel:
-    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the
-    newest `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature
-    (`features`). A stratum with few samples also uses the samples of other strata. The last stratum is
-    separate: it uses only its own samples, and no other stratum uses them.
+    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the newest
+    `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature (`features`). A
+    stratum with few samples also uses the samples of other strata. The last stratum is separate: it uses only its own
+    samples, and no other stratum uses its samples.
 
         | call     | cost                                                                     |
         |----------|--------------------------------------------------------------------------|

@@ -372,7 +372,8 @@ class PagePool:
         self._free[self.slabs - 1 :] = rest
 
     def shrink(self, n: int, spared: Collection[int] = ()) -> Ids:
-        """Remove up to `n` free slabs, the highest first, and return them. Slabs in `spared` are not removed."""
+        """Remove up to `n` free slabs and return their numbers. The slabs with the highest numbers are removed first.
+        Slabs in `spared` are not removed."""
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         free = self._free[: self.free_slabs]

@@ -1,5 +1,5 @@
-"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing
-and does not import Triton.
+"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing and
+does not import Triton.
 
 | backend     | reads                           | supports                                                   |
 |-------------|---------------------------------|------------------------------------------------------------|
@@ -8,10 +8,10 @@ and does not import Triton.
 | cudnn       | a contiguous copy per sequence, | half precision; sinks. Runs torch's cuDNN operator, which  |
 |             | in batches of equal size        | is the fastest for large batches                           |
 
-To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that
-some query of the step sees are gathered. If no sequence of a step is longer than the window, attention is
-treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for round
-sizes (see `cudnn_batches`), because the chunks of a prompt often have the same round size.
+To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that some query
+of the step sees are gathered. If no sequence of a step is longer than the window, attention is treated as full. cuDNN
+takes 40 milliseconds on the host to plan a new size. cuDNN is therefore used only for round sizes (see
+`cudnn_batches`). The chunks of a prompt often have the same round size, so such a plan is used again.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """The work list on the device: kernels that divide segments into tiles and units, distribute them evenly, and merge
 partial results.
 
-A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles
-of `BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN`
-tokens. The units of all tiles are numbered consecutively. A lane is an equal share of these units. One program per
-KV head processes it:
+A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles of
+`BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN` tokens. The
+units of all tiles are numbered consecutively. A lane is an equal share of these units. For each KV head, one program
+processes the lane:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
@@ -13,9 +13,9 @@ KV head processes it:
 
 All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
 units, so TOLL is added to the number of units of each tile. The result of a tile inside one lane is written to the
-output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different
-for every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph
-works for any lengths.
+output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different for
+every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph works
+for any lengths.
 """
 
 from __future__ import annotations

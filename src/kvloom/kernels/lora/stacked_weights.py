@@ -22,7 +22,7 @@ COLUMNS = 64
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which tokens of a step use which adapter. It is made once per step, and every layer uses it.
+    """Which tokens of a step use which adapter. An `AdapterRows` is made once per step, and every layer uses it.
 
     | field    | meaning                                                                                        |
     |----------|------------------------------------------------------------------------------------------------|

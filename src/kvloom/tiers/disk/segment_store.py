@@ -485,10 +485,10 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Makes the newest segment of an owner its current segment again, if at least half of it is free.
+        """Makes the newest segment of an owner its current segment again, if at least half of the segment is free.
 
         A segment with pages of an earlier release is not used. These pages contain no write time, so their age counts
-        from the last write of the file. A new write would make them younger.
+        from the last write of the file. A new write to the file would make these pages younger.
         """
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2 or last.has_undated or self._is_old(last):

@@ -66,8 +66,8 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Returns whether `memory` should be registered. This is so if it is large enough and not registered yet,
-        and if the limit of registered regions is not reached."""
+        """Returns whether `memory` should be registered. The memory must be large enough and not registered yet, and
+        the limit of registered regions must not be reached."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
