@@ -286,8 +286,9 @@ class Allocator:
 
     def _evict_below_public(self, slabs: int, now: float) -> bool:
         """Evict blocks of a leaf below a public prefix, because the leaf prevents the eviction of cached public pages.
-        The search starts at the least recently used prefix. The share of the leaf's tenant does not protect the leaf.
-        Returns False if there is no such leaf, or no cached public page. O(children of nodes passed)."""
+        The blocks fill about `slabs` slabs. The search starts at the least recently used prefix. The share of the
+        leaf's tenant does not protect the leaf. Returns False if there is no such leaf, or no cached public page.
+        O(children of nodes passed)."""
         account = self._accounts.accounts.get(PUBLIC_TENANT)
         if account is None or account.used <= account.in_use:
             return False

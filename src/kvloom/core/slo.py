@@ -317,7 +317,8 @@ class SloAdmission:
         return self._delay / self._rows if self._rows else 0.0
 
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
-        """Predict the times of a request that joins `backlog`. Returns None until enough steps are measured.
+        """Predict the times of a request with the prompt `own` that joins `backlog`. Returns None until enough steps
+        are measured.
 
         Simulates the steps that compute the earlier prompts. Decoding requests are in these steps until they finish. A
         request starts to decode when its prompt is computed. O(n log n) in the requests.
@@ -383,7 +384,7 @@ class SloAdmission:
         counts.
 
         `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing them takes
-        `time` seconds.
+        `time` seconds. `budget` is the largest number of tokens in a step.
         """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
@@ -404,8 +405,9 @@ class SloAdmission:
         waited: float = 0.0,
         is_deferred: bool = False,
     ) -> Decision:
-        """Decide about a request that arrived `waited` seconds ago, and count the verdict. A request that was
-        deferred before counts again only if it is refused."""
+        """Decide about a request that arrived `waited` seconds ago, and count the verdict. `own` is the request's
+        prompt. With `is_deferred`, the request was deferred before. Such a request is counted again only if it is
+        refused."""
         decision = self._decide(objective, prediction, own, waited)
         if not is_deferred or decision.verdict is Verdict.REFUSE:
             self.counts[decision.verdict] += 1
@@ -464,8 +466,8 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return the seconds until enough decoding requests have finished that the time between tokens is at most
-        `tbt` seconds. Returns infinity if even an idle worker is slower."""
+        """Return after how many seconds the time between tokens will be at most `tbt` seconds, because enough decoding
+        requests have finished. Returns infinity if even an idle worker is slower."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)

@@ -171,8 +171,8 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Return attention of each query over its visible tokens. `tables` (int32) has one line of page ids per query,
-    with a page for each visible block."""
+    """Return attention of each query over its visible tokens (`seen`). `tables` (int32) has one line of page ids per
+    query, with a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))

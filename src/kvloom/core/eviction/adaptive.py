@@ -266,7 +266,7 @@ class Adaptive:
 
     def _count_hits(self, visit: Visit, before: Visit | None, path: Sequence[Entry], now: float) -> None:
         """Record the uses of the entries in the shadow LRU. Compare the tokens that the request hit with the tokens
-        that it would have hit under LRU."""
+        that it would have hit under LRU. `before` is the visit to which the request returned, or None."""
         shadow, lost = self.shadow, 0.0
         if visit.lru_share and before is not None:
             # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.

@@ -91,9 +91,9 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use of tokens ends. `values` are the feature values, and `weight` is the weight of the
-        sample in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under heavy traffic only
-        some samples are taken."""
+        """Start a sample when a use of tokens ends. `stratum` selects its baseline, `values` are its feature values,
+        and `weight` is its weight in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under
+        heavy traffic only some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -195,8 +195,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which the pages will be clearly less valuable (`index`) than they are at `age`. To limit
-        the search, the result is at most 2 · `age`, or `age` + LOOK if that is more."""
+        """Return the age at which the value of keeping the pages (`index`) will be clearly lower than at `age`. To
+        limit the search, the result is at most 2 · `age`, or `age` + LOOK if that is more."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -263,9 +263,10 @@ class ReuseModel:
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """Return the hazard of each stratum and age bin. With few samples, the hazard of a stratum is close to the
-        common hazard of all strata, and the common hazard is close to the prior. The last stratum uses only its own
-        samples and a separate prior."""
+        """Return the hazard of each stratum and age bin. `count` has the number of uses in each bin, and `exposure` the
+        seconds that samples spent there without a use. With few samples, the hazard of a stratum is close to the common
+        hazard of all strata, and the common hazard is close to the prior. The last stratum uses only its own samples
+        and a separate prior."""
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
             self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)

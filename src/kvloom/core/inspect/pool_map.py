@@ -297,9 +297,9 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the memory use, quota and share of a tenant. Undeclared tenants have one common account, which
-        does not show the use of a single tenant. For an undeclared tenant, the bytes of its pages in the map are
-        summed."""
+        """Return the memory use, quota and share of a tenant. `place` is its number in the map. Undeclared tenants have
+        one common account, which does not show the use of a single tenant. The use of an undeclared tenant is therefore
+        the sum of its pages in `legend`, the page counts of the map."""
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:
             used, in_use = account.used, account.in_use

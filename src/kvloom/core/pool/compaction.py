@@ -82,7 +82,7 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted page ids `old` in block tables, sequences and page holders."""
+        """Replace the sorted page ids `old` by `new` in block tables, sequences and page holders."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:

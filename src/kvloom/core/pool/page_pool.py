@@ -189,7 +189,8 @@ class PagePool:
         return ids
 
     def _allocate_within(self, c: SizeClass, n: int, near: int) -> Ids:
-        """Return `n` free pages of slabs with several pages, each with one reference."""
+        """Return `n` free pages, each with one reference, for a size class whose slabs have several pages. The choice
+        of slabs is that of `allocate`."""
         parts: list[Ids] = []
         slab = near // c.per_slab
         if near and 0 < c.used[slab] < c.per_slab:

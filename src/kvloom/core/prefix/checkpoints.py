@@ -200,7 +200,8 @@ class Checkpoints:
     # -- unneeded window pages ------------------------------------------------------------------
 
     def queue_unneeded(self, node: Node, window: int) -> None:
-        """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded."""
+        """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded. `window` is the
+        index of the windowed group in `self.windows`."""
         if not node.unneeded_windows >> window & 1:
             node.unneeded_windows |= 1 << window
             node.account.queue.unneeded.append((node, window))

@@ -156,7 +156,8 @@ def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
 
 
 def _with_media_ids(state: CacheState, seq: Sequence, data: bytes, start: int) -> bytes:
-    """Replace media placeholders in committed tokens by the ids of their content."""
+    """Replace media placeholders in committed tokens by the ids of their content. `data` contains the tokens from
+    position `start` on."""
     ids = np.frombuffer(data, np.int32).copy()
     for item in seq.media:
         media_id = state.media_ids.id_of(item.digest)

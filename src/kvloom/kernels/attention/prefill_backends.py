@@ -316,9 +316,9 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group neighbouring sequences with equal numbers of queries and context tokens into batches. Return an empty list
-    if any of these numbers is not round. `_even_size` returns a unit for each number. A number is round if it is a
-    multiple of its unit."""
+    """Group neighbouring sequences among `chosen` with equal numbers of queries and context tokens into batches. Return
+    an empty list if any of these numbers is not round. `_even_size` returns a unit for each number. A number is round
+    if it is a multiple of its unit."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []

@@ -320,8 +320,8 @@ def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
 
 
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the pages in the accumulator's dtype. Pages are copied as bytes, because torch cannot index
-    fp8 on all devices.
+    """Return a copy of the pages `ids` in the accumulator's dtype. fp8 pages are copied as bytes first, because torch
+    cannot index fp8 on all devices. `name` selects the scratch buffer of the copy.
     """
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
     shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)
@@ -333,8 +333,8 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv, 1, 1, 1],
-    and a single scale as [1, 1, 1, 1]."""
+    """Return the scales of the pages `ids` as [kv, n, 1, t], for n pieces of t tokens. `like` are the gathered keys of
+    the pieces. Scales per head are returned as [kv, 1, 1, 1], and a single scale as [1, 1, 1, 1]."""
     if scales is None:
         return None
     if scales.dim() < 3:

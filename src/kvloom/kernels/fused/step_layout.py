@@ -56,8 +56,9 @@ def field_count(columns: int, states: int, shifted: bool) -> int:
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Build the model inputs of `rows` requests from the upload `sent`, and write new page ids to `tables`.
-    `chosen` are the tokens of the previous step. Launches the work and does not wait."""
+    """Build the model inputs of `rows` requests from the upload `sent`, and write new page ids to `tables`. `chosen`
+    are the tokens that the previous step sampled. A block has `block` tokens. With `shifted`, `sent` has the field
+    `shift`. Launches the work and does not wait."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

@@ -42,8 +42,8 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """Return an elastic pool for `layout` with addresses for `slabs` slabs. `layer_views(buffer.tensor, layout)` then
-    returns the layer views of all slabs."""
+    """Return an elastic pool for `layout` with addresses for `slabs` slabs, of which the first `mapped` have memory.
+    `layer_views(buffer.tensor, layout)` then returns the layer views of all slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 

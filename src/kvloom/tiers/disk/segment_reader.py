@@ -162,9 +162,9 @@ class SegmentReader:
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Sets the outcomes of damaged pages in the disk range `piece`. Returns the indexes of the intact pages.
-        `sums` are the checksums of the bytes that were read, and `wanted` selects the expected checksums in the page
-        header."""
+        """Sets the outcomes of short or damaged pages in the disk range `piece`, of which `read_bytes` bytes were read.
+        Returns the indexes of the intact pages. `sums` are the checksums of the bytes that were read, and `wanted`
+        selects the expected checksums in the page header."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):

@@ -365,7 +365,8 @@ class SegmentStore:
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
         """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Without
         `own`, an unreadable file or a file of another version is removed first, if there is one. Otherwise
-        `SegmentOwners.victim` chooses the segment. Returns False if nothing can be evicted."""
+        `SegmentOwners.victim` chooses the segment. With `copy_forward`, pages of the segment that have been read are
+        copied first. Returns False if nothing can be evicted."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:

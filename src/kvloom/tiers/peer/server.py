@@ -246,8 +246,8 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """Returns the verdict on an authenticated connection. Its client has proved that it has the secret, or has
-        used a Unix socket."""
+        """Returns the verdict on an authenticated connection. Its client has proved that it has the secret, or has used
+        a Unix socket. `allowed` is false if the client's user may not connect."""
         if not allowed:
             return Verdict.WRONG_USER
         admitted, idle = self._clients.admit(client)
