@@ -22,7 +22,7 @@ Rows = npt.NDArray[np.integer]
 
 
 class BlockTables:
-    """Arrays with one entry per sequence. Row numbers are the indices of sequences. Unused parts take no memory.
+    """Arrays with one entry per open sequence, indexed by its row number. Parts that were never written take no memory.
 
     | array            | meaning                                                                    |
     |------------------|----------------------------------------------------------------------------|

@@ -243,8 +243,8 @@ class Lookup:
         return more[-1] if more else parent
 
     def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
-        """Return the hash of the prompt's tokens [start, stop) after `parent`. These must be fewer than HASH_TOKENS
-        tokens."""
+        """Return the hash of the prompt's tokens [start, stop), which follow the block with the hash `parent`. These
+        must be fewer than HASH_TOKENS tokens."""
         text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
