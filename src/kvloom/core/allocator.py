@@ -36,7 +36,7 @@ PIECES = 32
 
 
 class Allocator:
-    """Frees pages of one pool for the accounts of its tenants."""
+    """Evicts and compacts, so that a tenant (an `Account`) can allocate pages of one pool."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
-        of missing pages, or 0 on success.
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
+        missing pages, or 0 on success.
 
-        The allocator first checks whether eviction can free enough bytes. If it cannot, usually nothing is evicted.
-        The check counts bytes, but the pool needs whole slabs. If slabs have several pages, the check may therefore
-        succeed although too few slabs can become free. In this case, some pages are evicted before the call fails.
-        `Accounts.victim` decides from which tenants pages may be evicted.
+        The allocator first checks whether eviction can free enough bytes. If eviction cannot free enough, usually
+        nothing is evicted. The check counts bytes, but the pool needs whole slabs. If slabs have several pages, the
+        check may therefore succeed although too few slabs can become free. In this case, some pages are evicted before
+        the call fails. `Accounts.victim` decides from which tenants pages may be evicted.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -151,8 +151,8 @@ class Allocator:
         return self.evicted_bytes > before
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed. Slabs that still have
-        pages in use or pending copies are not removed.
+        """Remove up to `n` slabs from the pool and return their numbers. Evicts and compacts as needed. Slabs that
+        still have pages in use or pending copies are not removed.
         """
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
@@ -234,8 +234,8 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` slabs may be evicted from `victim` for `requester`. If `requester` is another
-        account, only memory above the guaranteed share of `victim` counts. The result is at least 1."""
+        """Return how many slabs to evict from `victim` for `requester`: at most `slabs`, and at least 1. If `victim` is
+        not `requester`, the memory within its guaranteed share is left out."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.counted - victim.guaranteed) // self._slab_bytes)))
@@ -249,9 +249,9 @@ class Allocator:
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict unneeded window pages of one node of `account`. If there are none, evict the next entry of the
-        account's eviction queue. Evicts only as many blocks of a node as fill about `slabs` slabs. Checkpoints and
-        media runs are evicted whole. Returns False if there is nothing to evict."""
+        """Evict window pages that no checkpoint needs, from one node of `account`. If there are none, evict the next
+        entry of the account's eviction queue. A node loses only as many blocks as fill about `slabs` slabs. Checkpoints
+        and media runs are evicted whole. Returns False if there is nothing to evict."""
         queue, before = account.queue, account.used
         size = self._block_bytes
         rows = -(-slabs * self._slab_bytes // size) if size else 1  # blocks whose pages fill `slabs` slabs
@@ -286,8 +286,9 @@ class Allocator:
 
     def _evict_below_public(self, slabs: int, now: float) -> bool:
         """Evict blocks of a leaf below a public prefix, because the leaf prevents the eviction of cached public pages.
-        The prefix that was not used for the longest time comes first. The share of the leaf's tenant does not protect
-        the leaf. Returns False if there is no such leaf, or no cached public page. O(children of nodes passed)."""
+        The blocks fill about `slabs` slabs. The search starts at the least recently used prefix. The share of the
+        leaf's tenant does not protect the leaf. Returns False if there is no such leaf, or no cached public page.
+        O(children of nodes passed)."""
         account = self._accounts.accounts.get(PUBLIC_TENANT)
         if account is None or account.used <= account.in_use:
             return False
@@ -337,7 +338,7 @@ class Allocator:
         tree.requeue(node, now)
 
     def _evict_whole(self, entry: Entry, now: float, reason: str) -> None:
-        """Evict a checkpoint that has no pins, or a media run that has no users."""
+        """Evict a checkpoint that no pin uses, or a media run (the pages of one image) that has no users."""
         if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self._tree.drop_checkpoint(entry, reason)

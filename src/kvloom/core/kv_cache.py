@@ -69,7 +69,8 @@ class KVCache:
     The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
     `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
     open at the same time. The block tables reserve address space for all of them, but use memory only for open
-    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`); 0 refuses them.
+    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public
+    prefixes are refused.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class KVCache:
         return public_length(control.public_tokens, length, self.block_tokens, media)
 
     def _prefix(self, ids: Ids, control: CacheControl, media: Many[Media]) -> Prefix:
-        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of
-        public tokens, and the images. If there is a public prefix, a mark of the first private token follows the
-        images."""
+        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of public
+        tokens, and the images. If the prompt has a public prefix, the images are followed by the mark of the first
+        private token (`private_mark`)."""
         root = self.root_hash(control)
         public = self.public_length(control, len(ids), media) if control.public_tokens else 0
         if not public:
@@ -267,9 +268,9 @@ class KVCache:
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
         """Take a checkpoint at `position`, or at the current end. If `position` is after the current end, the
-        checkpoint is taken when the sequence reaches it. In models with states, a checkpoint before the current end is
-        not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for the
-        states."""
+        checkpoint is taken when the sequence reaches `position`. In models with states, a checkpoint before the current
+        end is not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for
+        the states."""
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
@@ -401,8 +402,8 @@ class KVCache:
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return one block number for each sequence in `rows` (row numbers): its first block whose page ids changed
-        since the last call. If no block changed, this is the number of reserved blocks of the sequence."""
+        """For each sequence in `rows` (row numbers), return the number of the first block whose page ids changed since
+        the last call. If no block changed, return the sequence's number of reserved blocks."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
@@ -442,17 +443,18 @@ class KVCache:
         return self.state.pool.unbacked_slabs(n)
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add slabs whose memory is now allocated. The memory may have any content. Recomputes the shares of
+        """Add slabs whose memory the caller has allocated. The memory may have any content. Recomputes the shares of
         tenants."""
         state = self.state
         state.pool.grow(slabs)
         state.accounts.set_pool_bytes(self.usable_slabs * self.layout.slab_bytes)
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Recomputes the shares of tenants.
+        """Remove up to `n` slabs and return their numbers. Evicts and compacts as needed. Recomputes the shares of
+        tenants.
 
-        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed
-        after `take_copies`. The caller may free the memory only after every earlier copy and step is done.
+        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
+        `take_copies`. The caller may free the memory only after every earlier copy and step is done.
         """
         return self.state.allocator.shrink(n)
 

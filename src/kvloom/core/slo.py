@@ -47,7 +47,8 @@ MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
 after each request. It settles where the fraction MET_SHARE of all requests is at least as fast as predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
-"""A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
+"""A deferred request starts when the time left until its deadline is at most this multiple of the time that the request
+needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ class Backlog:
     |----------------|--------------------------------------------------------------------------|
     | `prompts`      | prompts that are computed before the new request, in order               |
     | `decoding`     | requests that decode now                                                 |
-    | `behind`       | prompt tokens of later requests, which fill the last step of the prefill |
+    | `behind`       | prompt tokens of later requests; they fill the rest of the last step     |
+    |                | of the new request's prefill                                             |
     | `token_budget` | largest number of tokens in a step                                       |
     | `max_running`  | largest number of running requests                                       |
     | `capacity`     | number of tokens that fit in the pool                                    |
@@ -235,8 +237,8 @@ class Prediction:
     | `idle_ttft`  | `ttft` on an idle worker                                                             |
     | `idle_tbt`   | `tbt` on an idle worker                                                              |
     | `rows`       | requests that decode when this request's prefill ends, as (steps left, context)      |
-    | `others_due` | shortest time until the first token of another prompt is due; only prompts that the  |
-    |              | last step of this request's prefill also computes count; infinity if there are none  |
+    | `others_due` | the last step of this request's prefill may also complete other prompts; shortest    |
+    |              | time until the first token of one of them is due, or infinity if there are none      |
     """
 
     ttft: float
@@ -315,7 +317,8 @@ class SloAdmission:
         return self._delay / self._rows if self._rows else 0.0
 
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
-        """Predict the times of a request that joins `backlog`. Returns None until enough steps are measured.
+        """Predict the times of a request with the prompt `own` that joins `backlog`. Returns None until enough steps
+        are measured.
 
         Simulates the steps that compute the earlier prompts. Decoding requests are in these steps until they finish. A
         request starts to decode when its prompt is computed. O(n log n) in the requests.
@@ -375,12 +378,13 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts
-        that count. A prompt counts if the last step of the new request's prefill also completes it, and if its
-        first token would be on time without the new request. Returns infinity if no prompt counts.
+        """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts that
+        count. A prompt counts under two conditions. The last step of the new request's prefill also completes the
+        prompt. Without the new request, the first token of the prompt would be on time. Returns infinity if no prompt
+        counts.
 
-        `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing
-        them takes `time` seconds.
+        `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing them takes
+        `time` seconds. `budget` is the largest number of tokens in a step.
         """
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
@@ -401,8 +405,9 @@ class SloAdmission:
         waited: float = 0.0,
         is_deferred: bool = False,
     ) -> Decision:
-        """Decide about a request that arrived `waited` seconds ago, and count the verdict. A request that was
-        deferred before counts again only if it is refused."""
+        """Decide about a request that arrived `waited` seconds ago, and count the verdict. `own` is the request's
+        prompt. With `is_deferred`, the request was deferred before. Such a request is counted again only if it is
+        refused."""
         decision = self._decide(objective, prediction, own, waited)
         if not is_deferred or decision.verdict is Verdict.REFUSE:
             self.counts[decision.verdict] += 1
@@ -461,8 +466,8 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return the seconds until enough decoding requests have finished that the time between tokens is at most
-        `tbt` seconds. Returns infinity if even an idle worker is slower."""
+        """Return after how many seconds the time between tokens will be at most `tbt` seconds, because enough decoding
+        requests have finished. Returns infinity if even an idle worker is slower."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)

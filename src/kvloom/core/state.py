@@ -197,8 +197,8 @@ class CacheState:
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue the copy of the pages `source` to the pages `target`. The pending copy takes over the caller's
-        references to the source pages, so the caller must not release them."""
+        """Queue the copy of the pages `source` to the pages `target`. `account` is the account of the source pages. The
+        pending copy takes over the caller's references to the source pages, so the caller must not release them."""
         self.copies.add_rows(columns, source, target)
         self.copies.retain_sources(columns, source, account)
 

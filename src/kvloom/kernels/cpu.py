@@ -145,8 +145,8 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """The tokens that each query sees: from `firsts` up to, but without, `lengths`. Each query sees at least one
-    token. Built once per step."""
+    """The tokens that each query sees. Query i sees the tokens [firsts[i], lengths[i]), at least one. Built once per
+    step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -171,8 +171,8 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Return attention of each query over its visible tokens. `tables` (int32) has one line of page ids per query,
-    with a page for each visible block."""
+    """Return attention of each query over its visible tokens (`seen`). `tables` (int32) has one line of page ids per
+    query, with a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))

@@ -7,7 +7,7 @@
     page_changes.py     the pages that a tier stored and removed, for block events
     shares.py           limits and guaranteed parts of a tier's capacity, per tenant
     lossy_tier.py       a tier that re-encodes pages inside another tier
-    unit_tier.py        a tier that splits pages into units of HASH_TOKENS tokens, for servers with different block sizes
+    unit_tier.py        a tier that splits pages into units of HASH_TOKENS tokens, for servers with other block sizes
     value_tier.py       a tier that stores pages as float32 values, for servers with different KV dtypes
     wrapped_tier.py     WrappedTier: the base class of LossyTier, UnitTier and ValueTier
     stored_page.py      the interface to list, verify and drop a tier's pages, for operators

@@ -98,7 +98,7 @@ class SupportsShares(Protocol):
     """The interface of a tier that enforces shares."""
 
     def set_shares(self, shares: Shares) -> None:
-        """Sets the shares to enforce. Call it once, before the first operation on the tier."""
+        """Sets the shares to enforce. Call this method once, before the first operation on the tier."""
         ...
 
     def used_by(self, tenant: str) -> int:

@@ -1,11 +1,10 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the
-visit: it is the next turn of the same conversation. The features of an entry are its number of uses, the time
-since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and
-the finish reason of its last request are also features. From these features, `ReuseModel` predicts when an
-entry will be used again. This file chooses the samples for the model, and computes priorities from its
-predictions.
+A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit.
+Such a request is the next turn of the same conversation. The features of an entry are its number of uses, the time
+since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and the
+finish reason of its last request are also features. From these features, `ReuseModel` predicts when an entry will be
+used again. This file chooses the samples for the model, and computes priorities from its predictions.
 
 | entry      | condition                                       | order of eviction                            |
 |------------|-------------------------------------------------|----------------------------------------------|
@@ -17,7 +16,7 @@ predictions.
 |            |                                                 | recently used first                          |
 | stale      | idle longer than nearly all returning requests  | like superseded entries                      |
 
-Until it has samples, the policy evicts the least recently used entry.
+Until the model has samples, the policy evicts the least recently used entry.
 """
 
 from __future__ import annotations
@@ -173,9 +172,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` may be evicted together, usually all its tokens. The exception
-        is an entry that contains the last tokens of a visit, if most returning requests do not use these last tokens.
-        Then only these last tokens are evicted together."""
+        """Return how many of the last tokens of `entry` may be evicted together, usually all its tokens. If most
+        returning requests do not use the last tokens of a visit, only these last tokens are evicted together."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open or self.shadow.is_off:
             return entry.tokens
@@ -183,7 +181,8 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _is_lru(self, entry: Entry, age: float) -> bool:
-        """Return whether an entry is ordered by its last use only."""
+        """Return whether an entry is ordered by its last use only, as in LRU. `age` is the number of seconds since that
+        use."""
         return age >= self.model.horizon or self.shadow.is_off or entry.last_used < self._on_since
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
@@ -266,8 +265,8 @@ class Adaptive:
             self._learn_ends()
 
     def _count_hits(self, visit: Visit, before: Visit | None, path: Sequence[Entry], now: float) -> None:
-        """Record the uses of the entries in the shadow LRU. Compare the hits of the request with the hits that LRU
-        would have had."""
+        """Record the uses of the entries in the shadow LRU. Compare the tokens that the request hit with the tokens
+        that it would have hit under LRU. `before` is the visit to which the request returned, or None."""
         shadow, lost = self.shadow, 0.0
         if visit.lru_share and before is not None:
             # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.
@@ -322,7 +321,7 @@ class Adaptive:
         visit.watched = tuple(watched)
 
     def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """Record that the samples at tokens [first, last) of a visit were used again."""
+        """End the samples at the token positions [first, last) of `visit`, because these tokens were used again."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
@@ -332,11 +331,11 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a request that returned to a visit, by how many of the visit's last tokens the request did not use.
-        There is one count for each bit length of this number.
+        """Count a request that returned to a visit. `without` is the number of the visit's last tokens that the request
+        did not use. There is one count for each bit length of this number.
 
-        `without` is the number. With `at_most`, the number is unknown, and `without` is an upper bound. The request
-        then adds a fraction to the count of each shorter bit length, in proportion to the earlier counts.
+        With `at_most`, the exact number is unknown, and `without` is an upper bound. The request then adds a fraction
+        to the count of each shorter bit length. The fractions add up to 1 and are proportional to the earlier counts.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
@@ -373,8 +372,8 @@ def _is_count(value: object) -> bool:
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """Return a small number that stands for `key`. The first VALUES - 1 keys get separate numbers, in the order of
-    their first use. All later keys share the number VALUES - 1."""
+    """Return a small number that stands for `key`, and store it in `codes`. The first VALUES - 1 keys get separate
+    numbers, in the order of their first use. All later keys share the number VALUES - 1."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

@@ -40,7 +40,7 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history for the new upper node, after a node was split. By default both nodes share one
+        """Return the history for the new upper node, after a node was split in two. By default, both nodes share one
         history."""
         return self
 
@@ -84,7 +84,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Number of tokens to compute again after an eviction."""
+        """Number of tokens that must be computed again if a request needs the entry after its eviction."""
 
     @property
     @abstractmethod

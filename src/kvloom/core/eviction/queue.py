@@ -21,8 +21,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class EvictionQueue(Generic[E]):
-    """The entries of one account (the pages of one tenant) that may be evicted. If an entry is removed, or must be
-    evicted earlier than before, its old item stays in the heap and is skipped when it reaches the top.
+    """The entries of one account (the pages of one tenant) that may be evicted. An entry that is removed, or that must
+    be evicted earlier than before, leaves its old item in the heap. The queue skips this item when it reaches the top.
 
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|

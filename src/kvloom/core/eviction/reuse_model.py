@@ -41,10 +41,10 @@ _MAX_STRIDE = 1 << 30
 
 
 class ReuseModel:
-    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the
-    newest `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature
-    (`features`). A stratum with few samples also uses the samples of other strata. The last stratum is
-    separate: it uses only its own samples, and no other stratum uses them.
+    """A survival model: estimates how likely cached tokens of a given age are to be used again. It keeps the newest
+    `window` samples. It has one baseline per stratum (`strata`) and one table of factors per feature (`features`). A
+    stratum with few samples also uses the samples of other strata. The last stratum is separate: it uses only its own
+    samples, and no other stratum uses its samples.
 
         | call     | cost                                                                     |
         |----------|--------------------------------------------------------------------------|
@@ -91,9 +91,9 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use of tokens ends. `values` are the feature values, and `weight` is the weight of the
-        sample in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under heavy traffic only
-        some samples are taken."""
+        """Start a sample when a use of tokens ends. `stratum` selects its baseline, `values` are its feature values,
+        and `weight` is its weight in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under
+        heavy traffic only some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -195,8 +195,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which the pages will be clearly less valuable (`index`) than they are at `age`. To limit
-        the search, the result is at most 2 · `age`, or `age` + LOOK if that is more."""
+        """Return the age at which the value of keeping the pages (`index`) will be clearly lower than at `age`. To
+        limit the search, the result is at most 2 · `age`, or `age` + LOOK if that is more."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -263,9 +263,10 @@ class ReuseModel:
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """Return the hazard of each stratum and age bin. With few samples, the hazard of a stratum is close to the
-        common hazard of all strata, and the common hazard is close to the prior. The last stratum uses only its own
-        samples and a separate prior."""
+        """Return the hazard of each stratum and age bin. `count` has the number of uses in each bin, and `exposure` the
+        seconds that samples spent there without a use. With few samples, the hazard of a stratum is close to the common
+        hazard of all strata, and the common hazard is close to the prior. The last stratum uses only its own samples
+        and a separate prior."""
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
             self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
@@ -286,11 +287,11 @@ class ReuseModel:
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tables(self, baseline: Floats) -> Tables:
-        """Return two tables of a stratum, by level and age bin: the `index` at the start of the bin, and the age from
-        which the index is clearly lower.
+        """Return two tables of a stratum, indexed by level and age bin. The first table has the `index` at the start of
+        the bin. The second has the age from which the index is clearly lower.
 
-        Each value solves an optimal stopping problem. Keeping a page costs one per second, a reuse earns one, and the
-        page is dropped at the best time.
+        The index is the logarithm of the highest rate of reuses per second of keeping a page. To find the highest rate,
+        every later bin is tried as the time at which the page is dropped.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         hazard = baseline[None, :] * levels[:, None]
@@ -331,13 +332,14 @@ READS, GONE = 40.0, 600.0
 """Times in the prior, in seconds. A user usually reads and types for about READS seconds before the next turn. Most
 users have left after GONE seconds."""
 PULL = 30.0
-"""Weight of the prior's shape over the age bins, as a number of samples. The overall level of the hazard is learned
-from the samples."""
+"""Weight of the prior, as a number of samples. The prior determines only how the hazard changes with age. The overall
+level of the hazard is learned from the samples."""
 STRATUM_PULL = 50.0
 """Weight of the common hazard in the hazard of one stratum, as a number of samples. The overall level is learned from
 the stratum's samples."""
 DOUBT = 8.0
-"""Weight of the assumption that a feature value has no effect, as a number of uses."""
+"""Weight of two assumptions, as a number of uses: a feature value has no effect, and the overall level of the hazard is
+the level of the prior."""
 ROUNDS = 3
 SEEN = 0.92
 """Share of all reuses that happen before the horizon."""

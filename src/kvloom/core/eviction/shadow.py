@@ -20,17 +20,18 @@ from bisect import bisect_right
 __all__ = ["ShadowLRU"]
 
 BUCKETS = 1024
-"""Number of buckets that fill the cache."""
+"""Approximate number of buckets whose tokens together fill the cache."""
 LIMIT = 0.005
-"""Largest loss of hit rate against LRU. 0.005 is half a percentage point."""
+"""Largest acceptable loss of hit rate against LRU. 0.005 is half a percentage point."""
 OFF_LOSS, ON_LOSS = 0.6 * LIMIT, 0.2 * LIMIT
-"""The policy is off from a loss of OFF_LOSS until the loss has faded to ON_LOSS. OFF_LOSS is below LIMIT, because the pages that
-the policy kept stay cached for a while after it is off."""
+"""The policy is switched off at a loss of OFF_LOSS, and on again when the loss has faded to ON_LOSS. OFF_LOSS is below
+LIMIT, because the loss may grow for a while after the policy is off: the pages that it chose are still cached."""
 MEMORY = 32.0
-"""The weight of past requests halves whenever requests have looked up this many times the tokens of the cache."""
+"""The weight of past requests halves whenever later requests have looked up MEMORY times as many tokens as the cache
+has."""
 FIRST = 24.0
-"""The loss is divided by at least this many times the tokens of the cache. A few requests cannot switch the policy off,
-and the first loss is at most OFF_LOSS * FIRST of the cache: the policy needs some traffic to learn from."""
+"""The number of lost tokens is divided by at least FIRST times the tokens of the cache. The policy is therefore not
+switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. It needs some traffic to learn from."""
 
 
 class ShadowLRU:
@@ -60,8 +61,8 @@ class ShadowLRU:
         return self._loss / max(self._looked_up, FIRST * self.capacity, 1.0)
 
     def share(self, last_used: float) -> float:
-        """Return the fraction, from 0 to 1, that LRU would still have of the tokens that were last used at
-        `last_used`."""
+        """Return the fraction, from 0 to 1, of the tokens last used at the time `last_used` that LRU would still have
+        in the cache."""
         starts, first = self._starts, self._first
         if last_used < starts[first]:
             return 0.0
@@ -81,7 +82,8 @@ class ShadowLRU:
         self._total += tokens
 
     def drop(self, tokens: float, last_used: float) -> None:
-        """Stop counting tokens that were last used at this time, because they are used again or no longer exist."""
+        """Stop counting `tokens` tokens whose last use was at `last_used`, because they are used again or no longer
+        exist."""
         starts, sizes = self._starts, self._sizes
         if last_used >= starts[self._first]:
             at = bisect_right(starts, last_used, self._first) - 1
@@ -90,9 +92,11 @@ class ShadowLRU:
             self._total -= taken
 
     def count(self, gained: float, lost: float, looked_up: int, capacity: int) -> bool:
-        """Count a request: the tokens that only the policy hit, the tokens that only LRU would have hit, and the
-        tokens looked up. `capacity` is the number of tokens in the full cache, or 0 if the cache is not full. Return
-        whether the policy was switched on or off."""
+        """Count a request. `gained` is the number of tokens that the policy hit and LRU would not have hit. `lost` is
+        the number of tokens that only LRU would have hit. `looked_up` is the number of tokens looked up.
+
+        `capacity` is the number of tokens in the full cache, or 0 if the cache is not full. Nothing is counted then.
+        Return whether the policy was switched on or off."""
         if not capacity:
             return False
         self.capacity = capacity

@@ -49,8 +49,8 @@ class Tenant:
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight: the whole weight if the share is firm, otherwise the fraction SOFT_PART of
-        it."""
+        """The protected part of the weight. If the share is firm, this is the whole weight, otherwise the fraction
+        SOFT_PART of the weight."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -148,7 +148,8 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as no longer in use. Of these, count `freed` bytes as free; the others stay cached."""
+        """Count `idle` bytes as no longer in use. Of these, count `freed` bytes as free. The other bytes stay
+        cached."""
         self.in_use -= idle
         self.used -= freed
 
@@ -183,11 +184,11 @@ class Owner(NamedTuple):
 class Accounts:
     """The accounts of one pool. Undeclared tenants share the account of DEFAULT.
 
-    `public_bytes` limits the memory of public prefixes, which all tenants share. If it is 0, public prefixes
-    have no account, and requests cannot mark a prefix public. When public pages are allocated, cached public
-    pages are evicted to keep the limit. Pages in use are not evicted, so running requests may exceed the limit.
-    The public pages that a request uses count against the quota of its tenant. Tiers apply the limit like the
-    quota of a tenant.
+    `public_bytes` limits the memory of public prefixes, which all tenants share. If `public_bytes` is 0, public
+    prefixes have no account, and requests cannot mark a prefix public. When public pages are allocated, cached public
+    pages are evicted to keep the limit. Pages in use are not evicted, so running requests may exceed the limit. The
+    public pages that a request uses count against the quota of its tenant. Tiers apply the limit like the quota of a
+    tenant.
     """
 
     DEFAULT = ""
@@ -224,7 +225,8 @@ class Accounts:
         return Owner(self[tenant], tenant)
 
     def renumber_borrowed(self, new_of: dict[int, int]) -> None:
-        """Replace the keys of borrowed pages that compaction has moved. O(tenants * moved pages)."""
+        """Replace the page numbers of borrowed pages that compaction has moved. `new_of` maps old numbers to new
+        numbers. O(tenants * moved pages)."""
         for account in self.accounts.values():
             uses = account.borrowed_pages
             if uses:

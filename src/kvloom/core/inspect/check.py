@@ -87,7 +87,8 @@ def check_integrity(state: CacheState) -> None:
 
 
 def _check_charges(state: CacheState) -> None:
-    """Find the account of every page again, and compare the sums with the accounts."""
+    """Determine the account of every page again, sum the bytes of each account, and compare the sums with the accounts'
+    own counts."""
     accounts = list(state.accounts.accounts.values())
     known = [np.full(c.in_use.shape, -1) for c in state.pool.classes]
 

@@ -65,9 +65,9 @@ class HotPrefixes:
     def report(
         self, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the hot nodes as JSON data ("branches"), each after its parent. "age" is the number of seconds since
-        the last complete pass. "adapter_bytes" has the cached bytes of each adapter in that pass. The adapter ""
-        means no adapter.
+        """Return the hot nodes as JSON data. "branches" has the nodes, each after its parent. "nodes" and "roots" are
+        the numbers of nodes and roots in the tree. "age" is the number of seconds since the last complete pass.
+        "adapter_bytes" has the cached bytes of each adapter in that pass. The adapter "" means no adapter.
 
         `where` maps a node to its pool cells. `tenant` maps the name of a tenant to its index in the map."""
         now = self._state.clock.now()

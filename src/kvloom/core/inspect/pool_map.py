@@ -104,7 +104,7 @@ class PoolMap:
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list `tenants`. The list has space for UNSEEN tenants. For a
+        """Return the index of a tenant in the reported list `tenants`. The list has at most UNSEEN tenants. For a
         tenant that is not in the list, returns the length of the list."""
         return min(self._tenant(name), len(self._place))
 
@@ -209,10 +209,12 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Count the pages in cells [first, last) by cell and code. `at` are page indices, counted from the first page
-        of cell `first`. `code` has the code of each page (owner and state). If `c` is None, slabs are counted instead,
-        and `at` are slab indices. Returns four arrays with one entry per cell and code: cell, code, share of the cell
-        in thousandths, and number of pages."""
+        """Count the pages in cells [first, last), separately for each cell and code. `at` has the index of each page,
+        counted from the first page of cell `first`. `code` has the code of each page, which stands for its owner and
+        state. If `c` is None, slabs are counted instead, and `at` has slab indices.
+
+        Returns four arrays with one entry for each cell and code that occurs: the cell, the code, the share of the cell
+        in thousandths, and the number of pages."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]
@@ -295,9 +297,9 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the memory use, quota and share of a tenant. Undeclared tenants have one common account, which
-        does not show the use of a single tenant. For an undeclared tenant, the bytes of its pages in the map are
-        summed."""
+        """Return the memory use, quota and share of a tenant. `place` is its number in the map. Undeclared tenants have
+        one common account, which does not show the use of a single tenant. The use of an undeclared tenant is therefore
+        the sum of its pages in `legend`, the page counts of the map."""
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:
             used, in_use = account.used, account.in_use

@@ -239,8 +239,9 @@ class LayerSpec:
     | field    | meaning                                                                                       |
     |----------|-----------------------------------------------------------------------------------------------|
     | unit     | "token" (fields per token) or "state" (fields once per sequence)                              |
-    | axis     | "text", or "media": tokens of an image only, hashed by content (cross attention, embeddings)  |
-    | lifetime | a label; layers with different labels never share a page (a draft model beside its target)    |
+    | axis     | "text": the layer stores the tokens of the sequence; "media": it stores only tokens of images |
+    |          | (cross attention, embeddings), cached by the hash of the image's content                      |
+    | lifetime | a label, for example of a draft model; layers with different labels never share a page        |
 
     On the media axis, data with lifetime "prompt" (embeddings) is released when the image's tokens are computed.
     """

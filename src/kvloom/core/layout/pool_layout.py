@@ -33,7 +33,8 @@ _WASTE_COST = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers with equal specs: the same fields, visibility and lifetime."""
+    """Layers with equal specs: the same fields, visibility and lifetime. The layers may be split over `runs` pages per
+    block. A slab has `pages_per_slab` pages of this group."""
 
     index: int
     spec: LayerSpec
@@ -76,7 +77,7 @@ class PageGroup:
 
     @property
     def columns(self) -> slice:
-        """The columns of the group in the block tables, one for each of its pages per block."""
+        """The group's columns in the block tables. A block has one column for each of its `runs` pages in the group."""
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:

@@ -66,12 +66,12 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block's page in `group`, the result of `deciding_group`. If no tier has this
-    page, tiers cannot extend the hit. Computes one hash.
+    """Return the query for the next block's page in `group`. `group` is the result of `deciding_group`. If no tier has
+    this page, tiers cannot extend the hit. Computes one hash.
 
-    Returns None if the prompt cannot resume at the end of the matched tokens. Pages of matched tokens are then
-    missing, and tiers could extend the hit with these pages alone. `TierQuery.hashes` is empty if the prompt
-    ends inside the next block.
+    Returns None if the prompt cannot resume at the end of the matched tokens. Pages of matched tokens are then missing,
+    and tiers could extend the hit with these pages alone. `TierQuery.hashes` is empty if the prompt ends inside the
+    next block.
     """
     if match.resume < match.matched:
         return None
@@ -159,7 +159,7 @@ class LoadPlan:
 
     def _by_owner(self, blocks: list[int]) -> list[tuple[bool, list[int]]]:
         """Divide block numbers into those of the public prefix and the others. Returns (is public, blocks) for each
-        part, without an empty public part."""
+        part. If no block is public, the public part is left out."""
         end = self.match.public // self.block
         public = [b for b in blocks if b < end]
         rest = (False, [b for b in blocks if b >= end])
@@ -196,14 +196,15 @@ class LoadPlan:
         ]
 
     def _is_cached(self, resume: int) -> bool:
-        """Return whether every group has its page of the partial block at `resume` in the pool."""
+        """Return whether the pool has the pages of all groups for the partial block that ends at `resume`. Returns True
+        if `resume` is a block boundary."""
         whole, part = divmod(resume, self.block)
         if not part:
             return True
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in tiers.
+        """Return whether the pool has all pages of the partial block at `resume`, or tiers have all of them.
 
         In a model without states, a tier's page of the full block is sufficient. In a model with states, tiers must
         have the pages of the partial block that ends exactly at `resume`. `tails` contains, for each group, the ends of

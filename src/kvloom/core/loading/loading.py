@@ -65,9 +65,9 @@ class Loading:
     # -- offloading -----------------------------------------------------------------------------
 
     def set_listener(self, listener: Callable[[OffloadBatch], None], on_close: bool) -> None:
-        """Register `listener`. The cache calls it with an offload batch before pages are evicted. With `on_close`, the
-        cache also calls it when a sequence closes. The listener must not call the cache. Without a listener no page
-        is hashed for offloading.
+        """Register `listener`. The cache calls `listener` with an offload batch before pages are evicted. With
+        `on_close`, the cache also calls `listener` when a sequence closes. The listener must not call the cache.
+        Without a listener no page is hashed for offloading.
         """
         state = self._state
 

@@ -89,7 +89,8 @@ def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
     """Publish the loaded pages up to the length at which a prompt can resume, and end the reservation. Returns this
-    length. `loaded` marks the pages that were loaded, and None means all pages."""
+    length. `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` is true if the state
+    snapshot was loaded."""
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load
     loaded = to_load if loaded is None else to_load & loaded
     for columns in tree.window_columns:  # the pages of one block and window are valid only together

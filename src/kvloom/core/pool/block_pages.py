@@ -27,7 +27,7 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """An object that retains pages which are in no block table: a pin, a load, a pending copy or a sequence."""
+    """An object that retains pages outside the block tables: a pin, a load, a pending copy or a sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
         """Return all arrays of page ids that the object retains. Compaction may rewrite these arrays in place."""
@@ -45,8 +45,8 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 class BlockPages:
     """Access to the pool by arrays of page ids. Such an array has one row per block, and one column per page of a
-    block. `classes` contains the size class of each column. The id 0 means no page. Token, state and media groups each
-    have a separate `BlockPages`.
+    block. The argument `classes` has the size class of each column. The id 0 means no page. Token, state and media
+    groups each have a separate `BlockPages`.
     """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
@@ -127,7 +127,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Count one more prefix cache entry, `owner`, for each page in `rows`."""
+        """Record that one more entry of the prefix cache, `owner`, refers to each page in `rows`."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -156,7 +156,8 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Count one prefix cache entry fewer for each page in `rows`. Returns the number of bytes that are now free."""
+        """Record that one prefix cache entry fewer refers to each page in `rows`. Returns the number of bytes that are
+        now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0

@@ -22,7 +22,7 @@ Rows = npt.NDArray[np.integer]
 
 
 class BlockTables:
-    """Arrays with one entry per sequence. Row numbers are the indices of sequences. Unused parts take no memory.
+    """Arrays with one entry per open sequence, indexed by its row number. Parts that were never written take no memory.
 
     | array            | meaning                                                                    |
     |------------------|----------------------------------------------------------------------------|
@@ -114,8 +114,8 @@ class BlockTables:
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return one block number for each sequence in `rows` (row numbers): its first changed block. If no block
-        changed, this is the number of reserved blocks of the sequence. Then reset the record of changes."""
+        """For each sequence in `rows` (row numbers), return the number of its first changed block. If no block changed,
+        return its number of reserved blocks. Then reset the record of changes."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first

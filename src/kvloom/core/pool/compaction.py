@@ -20,8 +20,8 @@ __all__ = ["Compaction"]
 
 
 class Compaction:
-    """Moves pages of one pool. `holders` are objects that retain pages which are in no block table. `on_move` is called
-    with the old and new numbers of moved pages (`PagePool.numbers`)."""
+    """Moves pages of one pool. `holders` are objects that retain pages outside the block tables. After a move,
+    `on_move` is called with a dictionary from the old to the new number of each page (`PagePool.numbers`)."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted page ids `old` in block tables, sequences and page holders."""
+        """Replace the sorted page ids `old` by `new` in block tables, sequences and page holders."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:

@@ -82,7 +82,7 @@ def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
 
 
 def any_negative(data: bytes) -> bool:
-    """Return whether any of the int32 values is negative."""
+    """Return whether any of the int32 values in `data` is negative."""
     return len(data) > 0 and bool(np.frombuffer(data, "<i4").min() < 0)
 
 

@@ -32,7 +32,7 @@ Index = npt.NDArray[np.intp]
 
 
 class SizeClass:
-    """All pages of one stride. A slab has `per_slab` pages of this class."""
+    """The pages of one size (stride). A slab has `per_slab` pages of this class."""
 
     __slots__ = (
         "cached",
@@ -128,15 +128,15 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages
-        fit. Assumes that all cached pages can be evicted and all slabs compacted. O(classes).
+        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages fit.
+        The calculation assumes that all cached pages are evicted and all slabs compacted. O(classes).
         """
         missing = self.fewest_slabs(needs, more) - (self.slabs - 1)
         return missing if missing > 0 else 0
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the smallest number of slabs that have space for the pages in use, and for `needs[c]` + `more`
-        further pages of each class c. Assumes compaction."""
+        """Return the smallest number of slabs that can contain the pages in use and `needs[c]` + `more` further pages
+        of each class c. The calculation assumes that all slabs are compacted."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
@@ -146,8 +146,8 @@ class PagePool:
         """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
         c.
 
-        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may
-        use a whole free slab for the pages of one sequence, so that they stay together.
+        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may use a
+        whole free slab for one sequence, so that the pages of the sequence stay together.
         """
         slack = self.free_slabs
         if self._plain:
@@ -189,7 +189,8 @@ class PagePool:
         return ids
 
     def _allocate_within(self, c: SizeClass, n: int, near: int) -> Ids:
-        """Return `n` free pages of slabs with several pages, each with one reference."""
+        """Return `n` free pages, each with one reference, for a size class whose slabs have several pages. The choice
+        of slabs is that of `allocate`."""
         parts: list[Ids] = []
         slab = near // c.per_slab
         if near and 0 < c.used[slab] < c.per_slab:
@@ -372,7 +373,8 @@ class PagePool:
         self._free[self.slabs - 1 :] = rest
 
     def shrink(self, n: int, spared: Collection[int] = ()) -> Ids:
-        """Remove up to `n` free slabs, the highest first, and return them. Slabs in `spared` are not removed."""
+        """Remove up to `n` free slabs and return their numbers. The slabs with the highest numbers are removed first.
+        Slabs in `spared` are not removed."""
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         free = self._free[: self.free_slabs]

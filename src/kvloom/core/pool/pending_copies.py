@@ -26,9 +26,9 @@ class CopyBatch:
 
 
 class PendingCopies:
-    """The copies queued since the last `take`. The source pages keep their bytes until `take`, except pages in a slab
-    that compaction emptied. An emptied slab can be reused at once. A copy that writes to an emptied slab is put into
-    a later batch."""
+    """The copies queued since the last `take`. Source pages keep their bytes until `take`, except in slabs that
+    compaction emptied. An emptied slab can be reused at once. A copy that writes to an emptied slab is put into a later
+    batch, because an earlier batch still reads the slab."""
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
@@ -65,8 +65,8 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages `rows` until `take`. This object takes over the caller's references to the pages, so
-        the caller must not release them."""
+        """Retain the source pages `rows` until `take`. `take` releases the caller's references to the pages, so the
+        caller must not release them."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -89,9 +89,9 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return, for each page in `rows`, the id of the page that has its bytes now. For the target of a pending copy,
-        this is the source page. An id is 0 if an earlier batch of copies must write the page first. The result is valid
-        until `take`."""
+        """Return, for each page in `rows`, the id of the page that contains its bytes now. For the target of a pending
+        copy, this is the source page. The id is 0 if the bytes exist only after an earlier batch of copies has run. The
+        result is valid until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:

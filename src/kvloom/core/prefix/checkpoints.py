@@ -200,7 +200,8 @@ class Checkpoints:
     # -- unneeded window pages ------------------------------------------------------------------
 
     def queue_unneeded(self, node: Node, window: int) -> None:
-        """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded."""
+        """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded. `window` is the
+        index of the windowed group in `self.windows`."""
         if not node.unneeded_windows >> window & 1:
             node.unneeded_windows |= 1 << window
             node.account.queue.unneeded.append((node, window))
@@ -218,8 +219,8 @@ class Checkpoints:
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
         """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
-        group in `self.windows`. `reason` is published with the event. If unneeded pages remain, queue the node
-        again."""
+        group in `self.windows`. `reason` is published with the event. If the node still has unneeded pages afterwards,
+        queue it again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

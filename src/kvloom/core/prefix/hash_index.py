@@ -103,8 +103,8 @@ class HashIndex(Generic[HashKey]):
         tail_tokens: int = 0,
     ) -> None:
         """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain: `parent` is the
-        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, `hashes` must have
-        exactly one hash, which covers a partial last block of this many tokens."""
+        parent of the first hash, and each hash is the parent of the next hash. If `tail_tokens` is not 0, `hashes`
+        must have exactly one hash, which covers a partial last block of this many tokens."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
         number, here, new = self._places[place], self._every_group(place), 0
@@ -295,8 +295,9 @@ class HashIndex(Generic[HashKey]):
         return 0
 
     def bits(self, hashes: Sequence[HashKey]) -> list[int]:
-        """Return one integer for each hash. It has one bit for each pair of a place (a tier, peer or worker) and a layer
-        group. The bit is set if the place has the group's page. `lengths` takes these integers. About 30 ns per hash."""
+        """Return one integer for each hash. The integer has one bit for each pair of a place (a tier, peer or worker)
+        and a layer group. The bit is set if the place has the group's page. The result is the input of `lengths`. About
+        30 ns per hash."""
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
@@ -348,8 +349,8 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute the result of `lengths` for models with windows or states. Uses one truth value per block, place
-        and group."""
+        """Compute the result of `lengths` for models with windows or states. Uses an array with one truth value per
+        block, place and group."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places

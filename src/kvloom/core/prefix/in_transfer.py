@@ -33,7 +33,7 @@ class Reservation:
     |-----------------|---------------------------------------------------------------------------------|
     | `data`          | token ids of the prompt, as bytes                                               |
     | `resume`        | position at which the prompt can resume after the load                          |
-    | `end`           | token at which the pages end                                                    |
+    | `end`           | position at which the pages end, at or after `resume`                           |
     | `rows`          | page ids, one row per block                                                     |
     | `hashes`        | hash of each block                                                              |
     | `to_load`       | marks the pages in `rows` that the load job must fill                           |

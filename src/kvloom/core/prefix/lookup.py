@@ -220,8 +220,8 @@ class Lookup:
     # -- hashes for tiers, peers and routers ----------------------------------------------------
 
     def block_hashes(self, match: Match) -> list[bytes]:
-        """Return the hash of every HASH_TOKENS tokens of the prompt. Hashes that the tree stores are not computed
-        again.
+        """Return the block hashes of the prompt, one for each HASH_TOKENS tokens. Hashes that the tree stores are not
+        computed again.
         """
         publisher = self._tree.publisher
         known: list[bytes] = []
@@ -243,8 +243,8 @@ class Lookup:
         return more[-1] if more else parent
 
     def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
-        """Return the hash of the prompt's tokens [start, stop) after `parent`. These must be fewer than HASH_TOKENS
-        tokens."""
+        """Return the hash of the prompt's tokens [start, stop), which follow the block with the hash `parent`. These
+        must be fewer than HASH_TOKENS tokens."""
         text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return tail_hash(parent, text, self._tree.publisher.resolve)
 

@@ -87,7 +87,8 @@ def private_mark(start: int, token: int, root: bytes) -> Media:
 
 
 class MediaRun(Entry):
-    """The cached pages of one image in the media groups. `users` is the number of sequences and pins that retain it."""
+    """The cached pages of one image in the media groups. `users` is the number of sequences and pins that retain the
+    pages."""
 
     __slots__ = ("_bytes", "_tokens", "account", "key", "rows", "users")
 

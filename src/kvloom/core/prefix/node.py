@@ -19,8 +19,8 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """Records which pages of a node were already passed to the offload manager. Nodes have these marks only if a tier
-    is attached."""
+    """Records which pages of a node were already passed to the offload manager, and when the node last got pages. Nodes
+    have these marks only if a tier is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 
@@ -165,7 +165,7 @@ class Checkpoint(Entry):
 
 def nodes_sharing_block(node: Node, block: int) -> Iterator[Node]:
     """Yield the other nodes that have pages of the first or the last block of `node`. Several of these nodes may refer
-    to the same page."""
+    to the same page. A block has `block` tokens."""
     current, first = node, node.start // block * block
     while current.start > first and current.parent is not None and current.parent.parent is not None:
         current = current.parent

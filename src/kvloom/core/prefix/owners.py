@@ -1,12 +1,11 @@
-"""Owners: to whose account the pages of a sequence are charged.
+"""Owners: the accounts to which the pages of a sequence are charged.
 
     block      0 … public_blocks - 1      public_blocks …
     charged    public account             account of the tenant
 
-Pages do not record their account. The account follows from the number of the block, because a public
-prefix ends at a block boundary. The tenant's account also counts the public pages that the tenant's
-sequences, pins and loads retain, each page once (`Account.borrowed`). The tenant's quota and share limit
-these public pages like its own pages.
+Pages do not record their account. The account follows from the number of the block, because a public prefix ends at a
+block boundary. The tenant's account also counts the public pages that the tenant's sequences, pins and loads retain,
+each page once (`Account.borrowed`). The tenant's quota and share limit these public pages like its own pages.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class BlockOwners:
         self.account.charge(size - public)
 
     def borrow(self, pages: BlockPages, rows: Ids, first: int = 0) -> None:
-        """Count the public pages among `rows`, whose first row is block `first`, as borrowed."""
+        """Count the public pages among `rows` as borrowed by the tenant. The first row of `rows` is block `first`."""
         for numbers, size in pages.numbers(rows[: self.public_rows(first, len(rows))]):
             self.account.borrow(numbers, size)
 
@@ -59,7 +58,8 @@ class BlockOwners:
             self.account.give_back(numbers, size)
 
     def retain(self, pages: BlockPages, rows: Ids, first: int = 0) -> None:
-        """Add one reference to every page in `rows`, whose first row is block `first`."""
+        """Add one reference to every page in `rows`, and update the accounts. The first row of `rows` is block
+        `first`."""
         if first < self.public_blocks:
             cut = self.public_rows(first, len(rows))
             self.public.account.retain(pages.retain(rows[:cut]))
@@ -68,7 +68,8 @@ class BlockOwners:
         self.account.retain(pages.retain(rows))
 
     def release(self, pages: BlockPages, rows: Ids, first: int = 0) -> None:
-        """Remove one reference from every page in `rows`, whose first row is block `first`."""
+        """Remove one reference from every page in `rows`, and update the accounts. The first row of `rows` is block
+        `first`."""
         if first < self.public_blocks:
             cut = self.public_rows(first, len(rows))
             self.public.account.release(*pages.release(rows[:cut]))

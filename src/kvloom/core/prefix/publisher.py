@@ -130,7 +130,7 @@ class EventPublisher:
         return BlockHash.of([*units, end])
 
     def stored(self, node: Node, at: int) -> None:
-        """Publish that the tokens of `node` from `at` on were stored."""
+        """Publish that the tokens of `node` from position `at` on were stored."""
         base = node.start // HASH_TOKENS
         first, last = at // HASH_TOKENS - base, node.end // HASH_TOKENS - base
         if last > first:
@@ -174,7 +174,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tail, text, adapter))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish window pages that `node` lacked and now has again. `missing` marks these pages."""
+        """Publish that `node` again has window pages that it lacked before. `missing` marks these pages."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)
@@ -204,7 +204,7 @@ class EventPublisher:
         return found
 
     def dropped(self, node: Node, end: int, reason: str) -> None:
-        """Publish that the tokens of `node` from `end` on were removed."""
+        """Publish that the tokens of `node` from position `end` on were removed."""
         base = node.start // HASH_TOKENS
         hashes = self.hashes(node)[end // HASH_TOKENS - base :]
         if node.end % HASH_TOKENS:

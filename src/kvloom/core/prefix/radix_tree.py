@@ -48,7 +48,8 @@ class RadixTree(Checkpoints):
     # -- finding --------------------------------------------------------------------------------
 
     def root(self, root_hash: bytes, owner: Owner, adapter: str = "") -> Root:
-        """Return the root with the hash `root_hash`. Creates the root if there is none."""
+        """Return the root with the hash `root_hash`. If there is none, creates a root with this `owner` and
+        `adapter`."""
         root = self.roots.get(root_hash)
         if root is None:
             root = Root(next(self._serials), root_hash, owner, self.pages.width, adapter)
@@ -131,9 +132,10 @@ class RadixTree(Checkpoints):
         The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already
         has a page of a block, the tree writes the id of that page into `rows`. The caller must then use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
-        unlock the node `locked` next. That node may then grow by a partial block. `lock` moves the caller's lock to
-        the returned node. `owner` is the owner of all pages in `rows`, by default the owner of `cursor`.
+        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
+        the node `locked` next. That node may then grow by a partial block. `lock` moves the caller's lock to the
+        returned node. `owner` is the owner of all pages in `rows`, by default the owner of `cursor`. `retention` is the
+        eviction priority of the tokens and its expiry time.
         """
         node, start = cursor, cursor.end
         locked, owner = locked or cursor, owner or cursor.owner
@@ -170,8 +172,8 @@ class RadixTree(Checkpoints):
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
         """Merge `rows` (page ids, one row per block) into the pages of a node that already has the same tokens. The
-        node takes the pages that it lacks. For the other pages of its full blocks, the node's page ids are written
-        into `rows`. `rows` starts at the first block of the node."""
+        node takes the pages that it lacks. For the other pages of its full blocks, the node's page ids are written into
+        `rows`. `rows` starts at the first block of the node. The published tokens end at `stop`."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -196,9 +198,9 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention, owner: Owner) -> bool:
-        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only
-        if no other request uses the node or has hit it. The node must also have the given owner and retention
-        (priority and expiry time)."""
+        """Return whether new tokens may be added to a node itself, instead of to a new child. This is allowed only if
+        no other request uses the node or has hit it. `locked` is the node that the caller has locked. The node must
+        also have the given owner and retention (priority and expiry time)."""
         return (
             node.parent is not None
             and not node.children

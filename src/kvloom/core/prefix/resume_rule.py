@@ -49,8 +49,8 @@ def longest_resume(
     """Return the longest valid position at or below `limit`. Also return the index of the window that ruled out longer
     positions, or None.
 
-    `snapshots` are the positions with a state snapshot, deepest first, or None for models without states. Positions
-    that need the same missing unit are skipped together.
+    `snapshots` are the positions with a state snapshot, deepest first, or None for models without states. When a unit
+    is missing, all positions that need this unit are skipped at once.
     """
     stopped = None
     if snapshots is not None:

@@ -134,8 +134,8 @@ def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
 
 
 def _cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> list[int]:
-    """Return the block boundaries inside (start, stop) at which the priority or TTL of the request's retain ranges
-    changes, and the end of its public prefix."""
+    """Return the block boundaries inside (start, stop) at which tokens must be published separately. These are the
+    boundaries at which the priority or TTL of the request's retain ranges changes, and the end of the public prefix."""
     block = state.block_tokens
     edges = {r.start // block * block for r in seq.control.retain}
     edges |= {-(-r.stop // block) * block for r in seq.control.retain if r.stop is not None}
@@ -156,7 +156,8 @@ def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
 
 
 def _with_media_ids(state: CacheState, seq: Sequence, data: bytes, start: int) -> bytes:
-    """Replace media placeholders in committed tokens by the ids of their content."""
+    """Replace media placeholders in committed tokens by the ids of their content. `data` contains the tokens from
+    position `start` on."""
     ids = np.frombuffer(data, np.int32).copy()
     for item in seq.media:
         media_id = state.media_ids.id_of(item.digest)

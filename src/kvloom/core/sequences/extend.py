@@ -157,7 +157,8 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _public_rows(state: CacheState, seq: Sequence, length: int, blocks: int, copy_tail: int) -> int:
-    """Return how many of the blocks that `_wants` counts are public: new blocks, and the copy of a partial block."""
+    """Return how many of the blocks that `_wants` counts are public. `blocks` is the number of new blocks, and
+    `copy_tail` is 1 if the partial block is copied."""
     owners = seq.owners
     if not owners.public_blocks:
         return 0
@@ -192,7 +193,8 @@ def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
 
 
 def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[MediaRun]:
-    """Retain the cached media runs (pages of images) that are needed to compute the tokens up to `stop`. Return them."""
+    """Retain the cached media runs (pages of images) that are needed to compute the tokens up to `stop`, and return
+    these media runs."""
     retained: list[MediaRun] = []
     if not seq.control.read:
         return retained

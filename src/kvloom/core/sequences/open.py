@@ -133,8 +133,8 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
 
 
 def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -> None:
-    """Apply the retain ranges of a request to a node that is already cached, if a range covers the whole node. Does
-    not lower a higher priority."""
+    """Apply the retain ranges of a request to a node that is already cached, if a range covers the whole node. A higher
+    priority that the node already has is not lowered."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
             if item.priority >= node.rank(now):

@@ -124,8 +124,8 @@ def _unpublish(
 
 
 def _rewind_states(state: CacheState, seq: Sequence, checkpoint: Checkpoint | None, now: float) -> None:
-    """Release the live states of a sequence. If `checkpoint` is not None, the sequence resumes from the checkpoint's
-    snapshot."""
+    """Release the live states of a sequence. If `checkpoint` is not None, the next `extend` queues the copy of its
+    snapshot to new live states."""
     table = state.block_tables
     live = table.states[:, seq.row][None].copy()
     if live[0, 0]:

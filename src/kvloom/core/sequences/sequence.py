@@ -183,13 +183,13 @@ class Sequence:
         return min(ahead) if ahead and self.cache.has_states else None
 
     def table(self, group: int) -> Ids:
-        """Return the page ids of one token group, [runs, blocks], as a view. If the group has several pages
-        per block, the first dimension numbers them."""
+        """Return the page ids of one token group as a view, indexed [run, block]. A block owns one page per run. A run
+        is the set of layers that share a page."""
         return self.cache.table(group)[:, self._open_row(), : int(self.cache.block_tables.blocks[self.row])]
 
     def states(self, group: int) -> Ids:
-        """Return the page ids of the live state of one state group, [runs]. A run is one of the pages that a state
-        owns."""
+        """Return the page ids of the live state of one state group, indexed [run]. A state owns one page per run. A run
+        is the set of layers that share a page."""
         groups = self.cache.layout.groups
         if not 0 <= group < len(groups) or groups[group].spec.unit != "state":
             raise KeyError(f"{group} is not a state group; the layout has {[g.name for g in groups]}")
@@ -202,7 +202,7 @@ class Sequence:
         self.cold_runs, self.cold_blocks = [], 0
 
     def media_rows(self, digest: bytes) -> Ids:
-        """Return the page ids of an image: [blocks, columns]."""
+        """Return the page ids of an image, indexed [block, column]. A block of the image owns one page per column."""
         run = self.media_runs[self.media_root + digest]
         return run.rows if isinstance(run, MediaRun) else run
 

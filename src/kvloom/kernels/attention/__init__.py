@@ -1,16 +1,16 @@
 """Attention over pages. A plan is made once per step, and every layer runs it.
 
-| files                                        | content                                                                    |
-|----------------------------------------------|----------------------------------------------------------------------------|
-| plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
-| mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
-| decode, work_list                            | `DecodePlan`: sequences with 1 to 64 queries, in CUDA graphs               |
-| cascade                                      | finds page ranges that several sequences share, so that they are read once |
-| prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
-| dense                                        | attention over packed K and V; the merge of two attention results          |
-| cold                                         | attention over pages in host memory, in pieces                             |
-| batch_invariant                              | plans whose results do not depend on the batch                             |
-| triton_*                                     | the Triton kernels                                                         |
+| files                  | content                                                                    |
+|------------------------|----------------------------------------------------------------------------|
+| plan, cpu_plan         | the interface `Plan`, the choice of an implementation, plans on a CPU      |
+| mask, shape, reference | visible tokens, supported shapes, the oracle in plain torch                |
+| decode, work_list      | `DecodePlan`: sequences with 1 to 64 queries, in CUDA graphs               |
+| cascade                | finds page ranges that several sequences share, so that they are read once |
+| prefill, prefill_*     | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
+| dense                  | attention over packed K and V; the merge of two attention results          |
+| cold                   | attention over pages in host memory, in pieces                             |
+| batch_invariant        | plans whose results do not depend on the batch                             |
+| triton_*               | the Triton kernels                                                         |
 
 The span of a layer is its visibility rule (`core.Visibility`): full, sliding or chunked. Queries are packed: one
 tensor has the queries of all sequences, one sequence after the other. A query row is one query head of one query

@@ -1,14 +1,14 @@
-"""Cascade attention: finds page ranges that several sequences share, so that decode reads them only once. This
-module works on numpy arrays and has no kernels.
+"""Cascade attention: finds page ranges that several sequences share, so that decode reads them only once. This module
+works on numpy arrays and has no kernels.
 
     sequence 0   [ system prompt | document | own … ]
     sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
-Sequences with an equal prefix have the same page ids in their block tables. Such a range of equal page ids is a
-shared run. The shared runs change only when a sequence joins or leaves the batch. In layers with a window, only the
-visible part of a run is shared (`visible_shared_runs`). This part shrinks every step, and the device computes it
-from positions.
+Sequences with an equal prefix have the same page ids in their block tables. Such a range of equal page ids is a shared
+run. The shared runs change only when a sequence joins or leaves the batch. In layers with a window, only the visible
+part of a run is shared (`visible_shared_runs`). The visible part shrinks every step. The device computes it from the
+positions of the queries.
 """
 
 from __future__ import annotations

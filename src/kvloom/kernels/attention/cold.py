@@ -47,8 +47,8 @@ def add_cold_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Attend one sequence's queries q [queries, heads, dim] to its cold pages, and merge the result into `out`. `ids`
-    are the page ids, on the host.
+    """Compute the attention of one sequence's queries q [queries, heads, dim] over its cold pages, and merge the result
+    into `out`. `ids` are the ids of the cold pages, on the host.
 
     Changes `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] in place.
     """
@@ -109,7 +109,8 @@ def _tokens(
     device: torch.device,
     kind: torch.dtype,
 ) -> torch.Tensor:
-    """Return the tokens of the pages `ids` on `device`, multiplied by their scales: [tokens, kv heads, dim]."""
+    """Return the tokens of the pages `ids` on `device`, multiplied by their scales: [tokens, kv heads, dim] with the
+    dtype `kind`."""
     found = _gather(pages, ids).to(device).to(kind).flatten(0, 1)
     if scales is None:
         return found
@@ -119,7 +120,7 @@ def _tokens(
 
 
 def _gather(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return a copy of some pages. fp8 pages are copied as bytes, because indexing may not support fp8."""
+    """Return a copy of the pages `ids`. fp8 pages are copied as bytes, because indexing may not support fp8."""
     if pages.dtype == torch.float8_e4m3fn:
         return pages.view(torch.uint8).index_select(0, ids).view(pages.dtype)
     return pages.index_select(0, ids)

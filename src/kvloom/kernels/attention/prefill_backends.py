@@ -1,5 +1,5 @@
-"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing
-and does not import Triton.
+"""The work lists of prefill, and the choice of a backend. This module works on host arrays. It launches nothing and
+does not import Triton.
 
 | backend     | reads                           | supports                                                   |
 |-------------|---------------------------------|------------------------------------------------------------|
@@ -8,10 +8,10 @@ and does not import Triton.
 | cudnn       | a contiguous copy per sequence, | half precision; sinks. Runs torch's cuDNN operator, which  |
 |             | in batches of equal size        | is the fastest for large batches                           |
 
-To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that
-some query of the step sees are gathered. If no sequence of a step is longer than the window, attention is
-treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for round
-sizes (see `cudnn_batches`), because the chunks of a prompt often have the same round size.
+To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that some query
+of the step sees are gathered. If no sequence of a step is longer than the window, attention is treated as full. cuDNN
+takes 40 milliseconds on the host to plan a new size. cuDNN is therefore used only for round sizes (see
+`cudnn_batches`). The chunks of a prompt often have the same round size, so such a plan is used again.
 """
 
 from __future__ import annotations
@@ -214,12 +214,12 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list of
+    """Return three values for the kernels over pages: the blocks of the `chosen` sequences, longest first; the list of
     merges of split blocks; and the number of slots for partial results. A block is a group of query rows.
 
-    Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV
-    heads, and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last
-    token of the image.
+    Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV heads,
+    and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last token of
+    the image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -316,9 +316,9 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group neighbouring sequences with equal numbers of queries and context tokens into batches. Return an empty list
-    if any of these numbers is not round. `_even_size` returns a unit for each number. A number is round if it is a
-    multiple of its unit."""
+    """Group neighbouring sequences among `chosen` with equal numbers of queries and context tokens into batches. Return
+    an empty list if any of these numbers is not round. `_even_size` returns a unit for each number. A number is round
+    if it is a multiple of its unit."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []

@@ -50,11 +50,12 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Compute attention of every block over its pages. Results of whole blocks are written to `out`. Partial results
-    of split blocks are written to `parts`.
+    """Compute attention of every block over its pages. Results of whole blocks are written to `out`. Partial results of
+    split blocks are written to `parts` and `part_lse`. `ids` are the image ids of the queries, or None. `scales` is the
+    kind of page scales (see `check_call`).
 
-    `span` is used instead of the visibility rule in `mask`. It is the same rule, or full attention if no sequence
-    is longer than the window.
+    `span` is used instead of the visibility rule in `mask`. It is the same rule, or full attention if no sequence is
+    longer than the window.
     """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)

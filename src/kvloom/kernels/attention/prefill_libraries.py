@@ -1,10 +1,10 @@
 """External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than
 our kernels.
 
-| library          | found as                                                | supports                                         |
-|------------------|---------------------------------------------------------|--------------------------------------------------|
-| FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3` | full and sliding attention, softcap; dims to 256 |
-| FlashInfer       | `flashinfer`                                            | full attention; dims 64, 128, 256                |
+| library          | found as                                                | supported attention                 |
+|------------------|---------------------------------------------------------|-------------------------------------|
+| FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3` | full, sliding, softcap; dims to 256 |
+| FlashInfer       | `flashinfer`                                            | full; dims 64, 128, 256             |
 
 All libraries are optional. Steps of similar size form a size class. The first step of a size class times all
 candidates on the tensors of the step, which takes milliseconds. Later steps of the class reuse the result.

@@ -37,7 +37,7 @@ Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
 """Largest number of bytes that one batch of `attend` gathers and scores. A single long sequence may need more. Its
-queries are then split into pieces whose scores need half of this size."""
+queries are then split into pieces, so that the scores of a piece fit into half of this size."""
 SMALL_PADDING_BYTES = 2 << 20
 """Sequences of different lengths form one batch while the padding is below this size in bytes. A little padding
 costs less than more torch calls."""
@@ -178,8 +178,8 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Yield groups of pieces of similar size. The numbers of queries in a group differ at most by a factor of two.
-    If padding is large, the numbers of blocks also differ at most by a factor of two."""
+    """Yield groups of pieces of similar size. The largest number of queries in a group is less than twice the smallest.
+    If pieces of very different lengths would need much padding, they are put into different groups."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -320,8 +320,8 @@ def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
 
 
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the pages in the accumulator's dtype. Pages are copied as bytes, because torch cannot index
-    fp8 on all devices.
+    """Return a copy of the pages `ids` in the accumulator's dtype. fp8 pages are copied as bytes first, because torch
+    cannot index fp8 on all devices. `name` selects the scratch buffer of the copy.
     """
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
     shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)
@@ -333,8 +333,8 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales as [kv, n, 1, t], for n pieces of t tokens. Scales per head are returned as [kv, 1, 1, 1],
-    and a single scale as [1, 1, 1, 1]."""
+    """Return the scales of the pages `ids` as [kv, n, 1, t], for n pieces of t tokens. `like` are the gathered keys of
+    the pieces. Scales per head are returned as [kv, 1, 1, 1], and a single scale as [1, 1, 1, 1]."""
     if scales is None:
         return None
     if scales.dim() < 3:

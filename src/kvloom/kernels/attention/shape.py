@@ -3,8 +3,8 @@ allocates nothing.
 
     q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
 
-Pages may be token-major or head-major. The last dimension of keys must be dense. For values, the last dimension or
-the token dimension must be dense. If `v` is the first part of `k` (an MLA latent), the kernel reads it once.
+Pages may be token-major or head-major. The last dimension of keys must be dense. For values, the last dimension or the
+token dimension must be dense. If `v` is the first part of `k` (an MLA latent), the kernel reads the latent only once.
 """
 
 from __future__ import annotations

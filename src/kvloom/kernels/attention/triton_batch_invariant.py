@@ -172,8 +172,8 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Count the pieces (PIECE tokens each) of every sequence. Writes the running sum of the counts to ENDS
-    [CAPACITY]. Every sequence has one query. Run by one program."""
+    """Count the pieces (PIECE tokens each) of every sequence, and write the running sum of the counts to ENDS
+    [CAPACITY]. Every sequence has one query. One program runs this kernel."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE

@@ -42,9 +42,9 @@ pipeline stages."""
 
 @triton.jit
 def _peek(pointer):
-    """Read one int32 of the work list. Addresses in the next round of the loop depend on this value, so a pipelined
-    loop must not turn this read into an early load. On a GPU, the read is inline assembly, which the pipeline does
-    not move."""
+    """Read one int32 of the work list. The addresses of the next round of the loop depend on this value. In a pipelined
+    loop, Triton must therefore not move this read to an earlier round. On a GPU, the read is inline assembly, which
+    Triton does not move."""
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -57,8 +57,8 @@ def _peek(pointer):
 def _store_here(pointers, values, ok):
     """Store `values` directly from registers to `pointers`, one value per store. `ok` marks the values to store.
 
-    A tile stores few values at its end. A store through shared memory would need barriers, and memory that the loop
-    needs for its buffers.
+    A tile stores few values at its end. A normal store would pass them through shared memory. This would need barriers,
+    and shared memory that the loop needs for its buffers.
     """
     if INTERPRETED:
         tl.store(pointers, values, mask=ok)

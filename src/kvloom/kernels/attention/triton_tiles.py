@@ -46,7 +46,8 @@ def _run(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the units (BN tokens each) from `begin` to `end` to the running softmax of a tile, in order."""
+    """Add the tokens from position `begin` to `end` to the running softmax of a tile, one unit (BN tokens) after
+    another."""
     for i in tl.range(begin, end, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         ok = (t >= lo) & (t < right)

@@ -46,12 +46,13 @@ def _log2(x):
 
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
-    """Return the page id of each token position in `t`, read from the block table TABLE.
+    """Return the page id of each token position in `t`, read from the block table TABLE. Without CHECK, every position
+    gets its page id.
 
-    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, positions are tested in groups
-    of 16. If any position of a group is inside [lo, hi), all 16 get their page id. The later load of values needs
-    this, because it loads a group from the address of its first token. The number of tokens of a page is a multiple
-    of 16, so a group is inside one page. Without CHECK nothing is tested, and every position gets its page id.
+    With CHECK, positions outside [lo, hi) get page 0. `ok` marks the positions inside. With RUNS, positions are tested
+    in groups of 16. A page has a multiple of 16 tokens, so a group is inside one page. If any position of a group is
+    inside [lo, hi), the whole group gets its page id. The later load of values needs this, because it uses the address
+    of the group's first token.
     """
     if CHECK:
         if RUNS:
@@ -64,7 +65,8 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """Return the scale of each token of a unit (BN tokens). With CHECK, tokens that are not `ok` get 1."""
+    """Return the scale of each token of a unit (BN tokens). With CHECK, tokens that `ok` does not mark get the scale
+    1."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -74,7 +76,7 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
     """Load a tile [rows, WIDTH_] from memory, from column START on. `offsets` has the position of each tile row in
-    memory. With CHECK, rows that are not `ok` are zeros."""
+    memory. With CHECK, rows that `ok` does not mark are zeros."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -85,7 +87,7 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
     """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so that adjacent
-    tokens are loaded together. Tokens that are not `ok` may be NaN, and are set to 0 afterwards."""
+    tokens are loaded together. Tokens that `ok` does not mark may be NaN. With CHECK, they are set to 0 afterwards."""
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
     if CHECK and turned.dtype != tl.int8:
@@ -154,9 +156,9 @@ def step(
     tokens in [lo, hi).
 
     BOUNDS is a bit mask of the limits to check for each query row (1 last visible token, 2 first visible token).
-    Without CHECK, every query row sees every token. With few query rows (SMALL), scores are [tokens, rows], so that
-    tokens fill the long side of the tensor cores. The tensor cores then read K and V from shared memory, not from
-    registers.
+    Without CHECK, every query row sees every token. SMALL means few query rows. Scores are then [tokens, rows], so that
+    the tokens fill the longer dimension of a tensor-core instruction. The tensor cores then read K and V from shared
+    memory, not from registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -232,9 +234,12 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` into a high and a low part, [..., 2], so that x = high + low / LOW. LOW is LOW_INT8 for int8 and
-    LOW_FP8 for fp8. The absolute value of `x` must be at most 127 for int8, and at most 256 for fp8. A later
-    conversion to DTYPE makes each part an 8-bit value. The error is at most the error of 16-bit values."""
+    """Split `x` into a high and a low part, so that x = high + low / LOW. Returns both parts as [..., 2]. The caller
+    converts each part to DTYPE, which has 8 bits. The error of both parts together is at most the error of a 16-bit
+    value.
+
+    LOW is LOW_INT8 for int8 and LOW_FP8 for fp8. The absolute value of `x` must be at most 127 for int8, and at most
+    256 for fp8."""
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
         # conversion.
@@ -248,11 +253,11 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Undo the split of `two_parts` after a matrix product. `x` [A, 2 * B] has two products for each result: with
-    the high part, then with the low part. Returns the product with the unsplit operand, [A, B] in float32.
+    """Undo the split of `two_parts` after a matrix product. `x` [A, 2 * B] has two products for each result: one with
+    the high part, and one with the low part. Returns the product with the unsplit operand, [A, B] in float32.
 
-    In int8, the result is LOW_INT8 times too large, because it is the integer high * LOW_INT8 + low. With sums of
-    at most 256 products, this integer is below 2^31."""
+    In int8, the result is the integer high * LOW_INT8 + low, which is LOW_INT8 times the product. With sums of at most
+    256 products, this integer is below 2^31."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)
@@ -293,10 +298,10 @@ def step_8bit(
     """Process one unit of 8-bit pages for few query rows. The token dimension of V is dense. The tensor cores read K
     and V directly.
 
-    Queries and weights are split into two 8-bit parts each, so they are as exact as 16-bit values (see
-    `two_parts`). `q_size` scales the products of queries and keys. The running sum `weight` is too large by the
-    factor 127 for int8, and 256 for fp8. The weighted sums of values are too large by 127 * LOW_INT8 for int8, and
-    256 for fp8.
+    Queries and weights are split into two 8-bit parts each, so they are as exact as 16-bit values (see `two_parts`).
+    `q_size` scales the products of queries and keys. The sums are not yet scaled back: `weight` is 127 times too large
+    for int8, and 256 times for fp8. `acc0` and `acc1`, the weighted sums of values, are 127 * LOW_INT8 times too large
+    for int8, and 256 times for fp8.
     """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE

@@ -2,10 +2,10 @@
 """The work list on the device: kernels that divide segments into tiles and units, distribute them evenly, and merge
 partial results.
 
-A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles
-of `BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN`
-tokens. The units of all tiles are numbered consecutively. A lane is an equal share of these units. One program per
-KV head processes it:
+A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles of
+`BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN` tokens. The
+units of all tiles are numbered consecutively. A lane is an equal share of these units. For each KV head, one program
+processes the lane:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
@@ -13,9 +13,9 @@ KV head processes it:
 
 All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
 units, so TOLL is added to the number of units of each tile. The result of a tile inside one lane is written to the
-output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different
-for every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph
-works for any lengths.
+output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different for
+every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph works
+for any lengths.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def plan_rows(
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
     """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
-    shared segments cover the first tokens of a sequence, and its own segment starts at token `begin[sequence]` or
-    later. Also writes the fields of each query token to `tokens`. Run by one program, once per step."""
+    shared segments cover the first tokens of a sequence. Its own segment then starts at token `begin[sequence]` or
+    later. Also writes the fields of each query token to `tokens`. One program runs this kernel, once per step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -146,12 +146,11 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to
-    `seen`. A member is a query that reads the segment. A shortened segment starts at the first token that any
-    member sees.
+    """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to `seen`. A
+    member is a query that reads the segment. A shortened segment starts at the first token that any member sees.
 
-    The shortened segment uses the block table of the member that sees this token, because only this block table
-    still has all pages of the segment. Run by one program per segment.
+    The shortened segment uses the block table of the member that sees this token, because only this block table still
+    has all pages of the segment. One program runs for each segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -254,12 +253,13 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for
-    each combination of a boundary between lanes, a KV head and a query row of a tile. A sequence that sees no token
-    gets zeros.
+    """Merge the partial results of split tiles (tiles whose tokens several lanes read). There is one program for each
+    combination of a boundary between lanes, a KV head and a query row of a tile. A sequence that sees no token gets
+    zeros.
 
-    A tile may cross several boundaries. Only the program of the first boundary merges the tile, and the others
-    return. Programs are small, so that all of them can wait on the device while the previous launch runs.
+    A tile may cross several boundaries. Only the program of the first boundary merges the tile. The programs of the
+    other boundaries return. Programs are small, so that all of them fit on the device while the previous launch still
+    runs.
     """
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
@@ -320,8 +320,8 @@ def plan_sources(
     - the tiles before it,
     - the index of the token in the segment.
 
-    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
-    query in that segment.
+    LEVELS ([depth, sequences, 2]) has two numbers for each level and sequence: the shared segment (-1 for none), and
+    the index of the sequence's first query in this segment.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count

@@ -86,8 +86,8 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Return whether tiles of `rows` query rows run in the single-tile kernel, which loads the queries with every
-    unit. This kernel is faster if the queries are small enough that two programs fit into shared memory."""
+    """Return whether tiles of `rows` query rows run in the single-tile kernel, which loads the queries again for every
+    unit. This kernel is faster if the queries are so small that two programs fit into shared memory."""
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
@@ -158,10 +158,10 @@ class LayerCall:
         If one program reads all tokens of a tile, the result is final. With `direct`, final results are written to
         `out`. All other results are partial, and are written to `work.parts`.
 
-        `bounds` is a bit mask of the limits that the kernel checks for each query row: 1 the last visible token, 2
-        the first visible token, 3 both. `members` contains the indices of the queries that read a shared run.
-        Without `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time
-        as the previous launch, and ends after that launch.
+        `bounds` states which limits the kernel checks for each query row: 1 is the last visible token, 2 the first
+        visible token, and 3 both. `members` contains the indices of the queries that read a shared run. Without
+        `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the
+        previous launch, and ends after that launch.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale

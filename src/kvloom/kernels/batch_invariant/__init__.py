@@ -1,7 +1,7 @@
 """Batch-invariant torch operations. The result of a tensor row is bit-identical in any batch.
 
-`mode` has a context manager that replaces torch's operations. `products` has the matrix products and sums that it
-uses, and `triton_products` their kernels. Batch-invariant attention is in `attention.batch_invariant`.
+`mode` has a context manager that replaces torch's operations. `products` has the matrix products and sums that this
+mode uses, and `triton_products` has their kernels. Batch-invariant attention is in `attention.batch_invariant`.
 """
 
 from __future__ import annotations

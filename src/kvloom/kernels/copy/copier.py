@@ -235,7 +235,7 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _ByteRows:
-    """One side of a copy: the rows with the numbers `ids` of the byte matrix `rows`."""
+    """One side of a copy. `rows` is a matrix of bytes, and `ids` are the numbers of the rows to copy."""
 
     rows: torch.Tensor
     ids: npt.NDArray[np.int64]
@@ -401,7 +401,8 @@ def merge_adjacent(
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
-    """Copy ids to the device without waiting. They are pinned first, and the pinned memory is freed in stream order."""
+    """Copy ids to the device without waiting. The ids are first copied to pinned memory, which torch frees after the
+    copy."""
     if isinstance(ids, torch.Tensor) and ids.is_cuda:
         return ids.to(torch.int32)
     return torch.from_numpy(np.asarray(ids, np.int32)).pin_memory().to(device, non_blocking=True)

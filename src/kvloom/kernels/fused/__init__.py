@@ -1,10 +1,10 @@
 """Small operations between the matrix products of a model. Each is one launch.
 
-| file        | content                                                                    | kernels                            |
-|-------------|----------------------------------------------------------------------------|------------------------------------|
-| operations  | RMS norms, gated activations, rotary embedding, products of a single token | triton_operations, triton_linear   |
-| argmax      | the index of the largest value in each tensor row, for greedy sampling     | triton_argmax                      |
-| step_layout | a decode step's tokens, positions, slots and block tables                  | triton_step_layout                 |
+| file        | content                                                               | kernels                          |
+|-------------|-----------------------------------------------------------------------|----------------------------------|
+| operations  | RMS norms, gated activations, rotary embedding, single-token products | triton_operations, triton_linear |
+| argmax      | the index of the largest value of each tensor row (greedy sampling)   | triton_argmax                    |
+| step_layout | a decode step's tokens, positions, slots and block tables             | triton_step_layout               |
 """
 
 from .argmax import row_argmax

@@ -1,15 +1,16 @@
 """Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per
 request.
 
-    sent [fields, requests] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
-    tables [columns, sequences, blocks]    the block tables on the device, one column per layer group
+    sent     [fields, requests] int32
+             | token | position | source | table row | length | patched | new pages … | states … | shift |
+    tables   [columns, sequences, blocks]: the block tables on the device, one column per page of a block
 
-A request gets at most one new block per step. `patched` is the number of this block, or -1. Its page ids are `new
-pages`, which the launch writes to `tables`. `table row` is the line of the request in each block table. `source` is
-the index of the request in the previous step. The token that was sampled there is used, because it may be only on
-the device. If `source` is -1, `token` is used instead. `states` are the request's state pages. `shift`, which only
-some models need, is the shift of rotary positions by images. CPU tensors run in torch (the oracle). CUDA tensors run
-in Triton, so that a graph can capture the step.
+A request gets at most one new block per step. `patched` is the number of this block, or -1. `new pages` are the page
+ids of the block, which the launch writes to `tables`. `table row` is the line of the request in each block table.
+`source` is the index of the request in the previous step. The input token is the token that the previous step sampled
+for the request, which may not be on the host yet. If `source` is -1, the input token is `token`. `states` are the
+request's state pages. `shift`, which only some models need, is the shift of rotary positions by images. CPU tensors
+run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the step.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def field_count(columns: int, states: int, shifted: bool) -> int:
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Build the model inputs of `rows` requests from the upload `sent`, and write new page ids to `tables`.
-    `chosen` are the tokens of the previous step. Launches the work and does not wait."""
+    """Build the model inputs of `rows` requests from the upload `sent`, and write new page ids to `tables`. `chosen`
+    are the tokens that the previous step sampled. A block has `block` tokens. With `shifted`, `sent` has the field
+    `shift`. Launches the work and does not wait."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

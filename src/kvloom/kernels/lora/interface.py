@@ -26,8 +26,8 @@ def add_low_rank(
     part: int | None = None,
     invariant: bool = False,
 ) -> None:
-    """Add the low-rank terms of the adapters to `out` [..., outputs], in place. `x` [..., inputs] is the input of
-    the product. With `part`, `out` has only the columns of this part (one joined layer).
+    """Add the low-rank terms of the adapters to `out` [..., outputs], in place. `x` [..., inputs] is the input of the
+    product. With `part`, `out` has only the columns of this part, which is one of the joined layers.
 
     With `invariant`, the bits of a token's result do not depend on the other tokens (CUDA only). On a CPU, a step
     without adapters computes nothing.

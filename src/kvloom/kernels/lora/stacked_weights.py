@@ -15,14 +15,14 @@ from kvloom.kernels.device import upload
 __all__ = ["COLUMNS", "MIN_RANK", "AdapterRows", "LowRankWeights", "SlotViews"]
 
 MIN_RANK = 16
-"""Ranks of stacked weights are powers of two from this number on, because a GPU multiplies tiles of this size."""
+"""Smallest rank of stacked weights, because a GPU multiplies tiles of at least this size. All ranks are powers of two."""
 COLUMNS = 64
 """Columns of the result that one program of the second product computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which tokens of a step use which adapter. It is made once per step, and every layer uses it.
+    """Which tokens of a step use which adapter. An `AdapterRows` is made once per step, and every layer uses it.
 
     | field    | meaning                                                                                        |
     |----------|------------------------------------------------------------------------------------------------|
@@ -71,9 +71,9 @@ class SlotViews(NamedTuple):
 
 
 class LowRankWeights:
-    """The stacked weights of one product, for `slots` adapters of up to `rank` dimensions. The product has one part
-    for each layer that it computes. The tensors keep their addresses, so that CUDA graphs stay valid when an adapter
-    is loaded.
+    """The stacked weights of one product, for `slots` adapters of up to `rank` dimensions. A product may compute
+    several joined layers, and has one part for each of them. The tensors keep their addresses, so that CUDA graphs stay
+    valid when an adapter is loaded.
 
     `a` has the shape [slots, parts * rank, inputs], and `b` [slots, outputs, rank]. Unused rows and columns are 0.
     """

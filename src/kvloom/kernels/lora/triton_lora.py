@@ -4,9 +4,9 @@
     expand   out[token] += b[slot] @ low[place]          low is the sum of all splits
 
 Tokens are sorted by slot, and `place` is the index of a token in this order. A tile has M places. A program
-handles the adapters of its tile one after the other. Tokens of an adapter are adjacent, so few tiles have
-several adapters: over all tiles, the numbers of adapters add up to at most tiles + adapters. Programs without
-adapters return at once. Grids depend only on the number of tokens.
+handles the adapters of its tile one after the other. The tokens of an adapter are adjacent, so few tiles have several
+adapters. The work is at most one product per tile, plus one per adapter of the step. The program of a tile without
+adapters returns at once. Grids depend only on the number of tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

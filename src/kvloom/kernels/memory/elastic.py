@@ -42,18 +42,18 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """Return an elastic pool for `layout` with addresses for `slabs` slabs. `layer_views(buffer.tensor, layout)` then
-    returns the layer views of all slabs."""
+    """Return an elastic pool for `layout` with addresses for `slabs` slabs, of which the first `mapped` have memory.
+    `layer_views(buffer.tensor, layout)` then returns the layer views of all slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 
 class ElasticBuffer:
     """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them.
 
-    `tensor` is a one-dimensional uint8 tensor over all slabs. Only mapped slabs may be accessed. On a GPU, access
-    to an unmapped slab faults and destroys the CUDA context of the process. On a CPU, it reads zeros. Slab 0 always
-    has memory, because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map and
-    unmap. Views keep the addresses alive. `close` frees everything at once and invalidates all views.
+    `tensor` is a one-dimensional uint8 tensor over all slabs. Only mapped slabs may be accessed. On a GPU, access to an
+    unmapped slab faults and destroys the CUDA context of the process. On a CPU, such an access reads zeros. Slab 0
+    always has memory, because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map
+    and unmap. Views keep the addresses alive. `close` frees everything at once and invalidates all views.
     """
 
     def __init__(

@@ -65,8 +65,8 @@ TILES = (
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
-"""Tiles for different mean numbers of pairs per expert. With few pairs, reading weights takes most of the time. A
-tile then has twice as many rows as the mean number of pairs per expert, so that weights are usually read once."""
+"""(largest mean number of pairs per expert, tile). With few pairs, reading weights takes most of the time. A tile then
+has more rows than an expert has pairs on average, so that the weights of an expert are usually read once."""
 CHUNKS = (512, 4096)
 """Number of pairs that one program sorts: the first value if a call has at most that many pairs, else the second."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)

@@ -266,8 +266,9 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     experts: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort the pairs into tiles of one expert each. Writes three results: `rows` has the pair of each tile row (-1
-    for an unused row), `owners` the expert of each tile, and `tiles` the number of tiles."""
+    """Sort the pairs into tiles of one expert each. `counts` is the result of `count_pairs` for the same `chunk`.
+    Writes three results: `rows` has the pair of each tile row (-1 for an unused row), `owners` the expert of each tile,
+    and `tiles` the number of tiles."""
     chunks, bins = counts.shape
     _order_kernel[(experts, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,

@@ -52,11 +52,11 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Depthwise convolution over the last inputs of each sequence. x is [tokens, channels], and weight is
+    """Compute a depthwise convolution over the last inputs of each sequence. x is [tokens, channels], and weight is
     [channels, taps]. The result has the shape of x.
 
-    A state contains the last inputs of a sequence, the newest in the last column. It has at least `taps - 1`
-    columns (Hugging Face stores `taps`). Columns before the start of a sequence are zeros.
+    A state contains the last inputs of a sequence, the newest in the last column. It has at least `taps - 1` columns
+    (Hugging Face stores `taps`). Columns before the start of a sequence are zeros.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
@@ -115,12 +115,12 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
 ) -> torch.Tensor:
-    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result
-    has the shape of x.
+    """Compute the selective scan of Mamba-1. x, dt and z are [tokens, channels], a is [channels, n], and b and c are
+    [tokens, n]. The result has the shape of x.
 
-    `a` is the rate itself, -exp(A_log), not A_log. b and c may be [tokens, groups, n]. Every group then applies to
-    an equal number of consecutive channels. With `softplus`, the time step is softplus(dt + dt_bias). If `z` is
-    given, y is multiplied by silu(z).
+    `a` is the rate itself, -exp(A_log), not A_log. b and c may be [tokens, groups, n]. Every group then applies to an
+    equal number of consecutive channels. With `softplus`, the time step is softplus(dt + dt_bias). If `z` is given, y
+    is multiplied by silu(z).
     """
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(
@@ -165,12 +165,12 @@ def mamba2_scan(
     softplus: bool = True,
     limits: tuple[float, float] = NO_LIMITS,
 ) -> torch.Tensor:
-    """Scan of Mamba-2 with x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens,
-    groups, n]. The result has the shape of x.
+    """Compute the scan of Mamba-2. x and z are [tokens, heads, p], dt is [tokens, heads], a, d and dt_bias are [heads],
+    and b and c are [tokens, groups, n]. The result has the shape of x.
 
-    `a` is the rate itself, -exp(A_log), and at most 0. Without `dt`, every time step is 1. `limits` clamp the time
-    step after softplus (Hugging Face clamps only in prefill). If `z` is given, y is multiplied by silu(z). Do not
-    pass `z` if the norm after the layer applies the gate.
+    `a` is the rate itself, -exp(A_log), and at most 0. Without `dt`, every time step is 1. `limits` clamp the time step
+    after softplus (Hugging Face clamps only in prefill). If `z` is given, y is multiplied by silu(z). Do not pass `z`
+    if the norm after the layer applies the gate.
     """
     if x.dim() != 3 or b.dim() != 3:
         raise ValueError(
@@ -210,13 +210,13 @@ def delta_rule(
     scale: float | None = None,
     normalise: bool = False,
 ) -> torch.Tensor:
-    """Gated delta rule with q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value
-    heads]. The result has the shape of v.
+    """Compute the gated delta rule. q and k are [tokens, key heads, dk], v is [tokens, value heads, dv], and g and beta
+    are [tokens, value heads]. The result has the shape of v.
 
-    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads,
-    dk], Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads
-    / key heads). `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale`
-    (default dk ** -0.5).
+    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
+    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
+    heads). `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale` (default
+    dk ** -0.5).
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -245,8 +245,8 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` and its own shape, as an argument of `check_tokens`. `check_tokens` then checks only device
-    and dtype, because a tensor always has its own shape. `check_states` has already checked the shape."""
+    """Return `states` and its own shape, as an argument of `check_tokens`. With a tensor's own shape, `check_tokens`
+    checks only device and dtype. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 

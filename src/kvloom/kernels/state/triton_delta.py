@@ -3,15 +3,18 @@
 """The gated delta rule in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
 once.
 
-Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections
-u to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta
-k kᵀ D))⁻¹. Neither product with T needs the state, so all chunks compute them in parallel. Only the products with S
+Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. S is the state at
+the start of the chunk. The corrected values u solve a unit lower triangular system:
+
+    u = T (beta v) - T (beta e k) S        T = (1 + strictly lower(beta k kᵀ D))⁻¹
+
+T (beta v) and T (beta e k) do not need the state, so all chunks compute them in parallel. Only the products with S
 run in order.
 
 | kernel        | one program for each             | computes                                                 |
 |---------------|----------------------------------|----------------------------------------------------------|
 | solve_kernel  | chunk and value head             | T (beta v), T (beta e k), decays summed inside the chunk |
-| state_kernel  | sequence, head, range of the     | every chunk's first state and corrections, in order; the |
+| state_kernel  | sequence, head, range of the     | every chunk's first state and u, in order; the           |
 |               | state's columns                  | sequence's last state                                    |
 | output_kernel | chunk, head, range of columns    | y, all chunks in parallel                                |
 | decode_kernel | sequence, head, range of columns | y and the last state, token by token                     |

@@ -1,9 +1,9 @@
 """Writes new K and V to pages. One call per layer rotates K and q, quantises K and V, and writes K and V to their
 pages.
 
-Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. A call on a GPU reads no value
-on the host and allocates nothing. A graph can therefore capture it and replay it with other slots. CPU tensors run
-in torch, CUDA tensors in one Triton kernel.
+Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. A call on a GPU reads no value on
+the host and allocates nothing. A graph can therefore capture it and replay it with other slots. CPU tensors run in
+torch, CUDA tensors in one Triton kernel.
 
 | argument         | shape                    | strides                 | notes                                |
 |------------------|--------------------------|-------------------------|--------------------------------------|
@@ -15,9 +15,8 @@ in torch, CUDA tensors in one Triton kernel.
 | rotary.cos, .sin | [tokens, pairs]          | any                     | see `Rotary`                         |
 | q, q_out         | [tokens, heads, d]       | any; 1 in d             | without q_out, q is rotated in place |
 
-MLA latents use the same call with one head and no V: `write(pages, None, slots, latent, None)`. If the last dims of
-the latents still need rotation, pass `Rotary(…, tail=True)`. If the dims before them still need an RMS norm, pass
-`norm`.
+MLA latents use the same call with one head and no V: `write(pages, None, slots, latent, None)`. If the last dims of the
+latents still need rotation, pass `Rotary(…, tail=True)`. If the other dims still need an RMS norm, pass `norm`.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def write(
     are not rotated are normalised.
 
     K and V are quantised for int8 and fp8 pages. If the scales are in pages, the call computes one float32 scale per
-    token and head (amax / 127 for int8, amax / 448 for fp8), and stores it in the page. With static scales, values
-    are clamped to the range. Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel
-    and reference store the same bytes. The call does not detect two tokens with the same slot, or slots beyond the
-    last page.
+    token and head, and stores the scale in the page. The scale is amax / 127 for int8, and amax / 448 for fp8. With
+    static scales, values are clamped to the range. Values are multiplied by the inverse scale in float32 and rounded
+    half to even. Kernel and reference store the same bytes. The call does not detect two tokens with the same slot, or
+    slots beyond the last page.
     """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):

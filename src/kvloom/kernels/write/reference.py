@@ -108,8 +108,8 @@ def write(
 
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values converted to `dtype`: clamped, then rounded half to even. Without the clamp, the conversion
-    could turn large values into NaN."""
+    """Return the values, which are already divided by their scale, in `dtype`. They are clamped to its range and
+    rounded half to even. Without the clamp, the conversion could turn large values into NaN."""
     most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()

@@ -6,7 +6,7 @@ A tensor row is one head of one token. A program processes `ROWS` rows of K or V
 order:
 
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
-    a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (in reverse order with `tail`)
+    a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |  (`tail`: reversed)
 
 A lane is one element of a Triton vector. WIDE and REST are rounded up to powers of two, so some lanes may be padding.
 The host reads no value, so a captured graph works for any slots. The caller checks shapes.

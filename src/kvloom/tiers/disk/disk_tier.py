@@ -68,6 +68,8 @@ class DiskConfig:
 
     - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With
       "process", a stored page survives only the end or crash of the process.
+    - `keys`: a file with the encryption keys of tenants (encryption.py). A tenant's key seals its pages, as
+      `protect` selects. The keys under which pages are stored are derived from it, too.
     - `segment_bytes`: the size of a segment. The default (None) is 1/64 of the capacity. Small tiers have
       larger segments: 64 MiB, or a quarter of the capacity if that is less.
     - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
@@ -122,7 +124,7 @@ class DiskConfig:
 
     @property
     def effective_segment_bytes(self) -> int:
-        """The segment size in use, in whole blocks."""
+        """Size of a segment in bytes, rounded down to whole disk blocks. This is `segment_bytes`, or its default."""
         chosen = self.segment_bytes or max(self.capacity // 64, min(64 << 20, self.capacity // 4))
         return chosen // BLOCK * BLOCK
 

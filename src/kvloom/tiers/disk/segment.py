@@ -1,9 +1,9 @@
 """The file format of a disk tier. A segment file has a header, then frames. A frame has the page headers of some
 objects, then their bodies. Files are append-only.
 
-    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: no share)
+    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16 (0: no share)  checksum u64
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
-              page headers (see codec)  checksum u64         of the frame's header and page headers, which take 32 MiB at most
+              page headers (see codec; 32 MiB at most)  checksum u64 of the frame up to here
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
 There is no separate index, so opening a segment reads the page headers of all frames. The checksum of a frame shows
@@ -54,7 +54,8 @@ _OWNER_AT = _HEADER.size + _CHECK.size
 
 
 class Record:
-    """One object on disk. Its header is in memory. Its body is at position `offset` of its segment."""
+    """One stored object. Its page header is in memory. Its body is on disk, at position `offset` of the segment
+    file."""
 
     __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
@@ -228,8 +229,8 @@ class Segment:
         """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
         headers.
 
-        After a damaged frame, the method searches the following bytes for the next frame. However many frames are damaged, all
-        searches together read at most a few times the size of the file.
+        After a damaged frame, the method searches the following bytes for the next frame. All searches together read at
+        most a few times the size of the file, however many frames are damaged.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -313,8 +314,8 @@ class Segment:
         self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
-        """Returns whether a frame fits into the file, with one free block after it. Sealing removes the free block, so
-        only a sealed file can end at its last frame."""
+        """Returns whether a frame fits into the file and leaves one free block after it. `seal` removes this block. If
+        a file ends at its last frame, it was therefore sealed."""
         return self.end + frame.span + BLOCK <= self.size
 
     def reopen(self, size: int) -> None:

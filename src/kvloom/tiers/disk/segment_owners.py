@@ -38,8 +38,8 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless the share has space for three segments of this size: the current segment, the next
-        segment, and one segment to read."""
+        """Raises OSError if the limit of the share is too small for three segments of this size: the current segment,
+        the next segment, and one segment to read."""
         if 3 * segment_bytes > self.limit:
             raise OSError(
                 errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"

@@ -162,9 +162,9 @@ class SegmentReader:
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Sets the outcomes of damaged pages in the disk range `piece`. Returns the indexes of the intact pages.
-        `sums` are the checksums of the bytes that were read, and `wanted` selects the expected checksums in the page
-        header."""
+        """Sets the outcomes of short or damaged pages in the disk range `piece`, of which `read_bytes` bytes were read.
+        Returns the indexes of the intact pages. `sums` are the checksums of the bytes that were read, and `wanted`
+        selects the expected checksums in the page header."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
@@ -203,8 +203,8 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Two counters for a page that was split into several reads: reads that have not finished, and reads that have
-    not succeeded. The reader's lock guards both counters."""
+    """Two counters for a page that is read in several parts: reads that have not finished, and reads that have not
+    succeeded. The reader's lock guards both counters."""
 
     __slots__ = ("_good", "_remaining")
 

@@ -365,7 +365,8 @@ class SegmentStore:
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
         """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Without
         `own`, an unreadable file or a file of another version is removed first, if there is one. Otherwise
-        `SegmentOwners.victim` chooses the segment. Returns False if nothing can be evicted."""
+        `SegmentOwners.victim` chooses the segment. With `copy_forward`, pages of the segment that have been read are
+        copied first. Returns False if nothing can be evicted."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -485,10 +486,10 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Makes the newest segment of an owner its current segment again, if at least half of it is free.
+        """Makes the newest segment of an owner its current segment again, if at least half of the segment is free.
 
         A segment with pages of an earlier release is not used. These pages contain no write time, so their age counts
-        from the last write of the file. A new write would make them younger.
+        from the last write of the file. A new write to the file would make these pages younger.
         """
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2 or last.has_undated or self._is_old(last):

@@ -142,8 +142,8 @@ class SegmentWriter:
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """Returns a frame that writes directly from the caller's memory. Returns None if pages are compressed or
-        sealed with a key, or if the memory is not aligned to blocks."""
+        """Returns a frame that is written directly from the caller's memory. Returns None if the codec compresses or
+        seals pages, or if the pages are not aligned to blocks."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
         if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():

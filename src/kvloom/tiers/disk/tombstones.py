@@ -1,9 +1,9 @@
-"""The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose bytes
-are still in a segment.
+"""The list of objects that a disk tier dropped. Without this list, the tier would find these objects again when it is
+next opened, because their bytes are still in a segment.
 
-Each line has a key, a segment, an offset and a checksum. Segment and offset are a position in the order of writes. The
-tier ignores copies of the key before this position or at it. A later write of the key is valid. The file is append-only. When a tier is opened, lines whose copies are no longer on
-disk are removed.
+Each line has a key, a segment, an offset and a checksum. Segment and offset give a position in the order of writes.
+Copies of the key up to this position are dropped. A copy that was written later is valid. The file is append-only. When
+a tier is opened, it removes the lines whose copies are no longer on disk.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE&tls=auto`. The option `share` works only for
-the host tier of an engine."""
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE&tls=auto`.
+
+The option `share` works only for the host tier of an engine."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ class PeerClient:
 
 
 class PeerClients:
-    """Decides which connections of a peer server stay open. Its methods return the connections to close, and the caller
-    closes them. `pending` and `admitted` are the largest numbers of connections before and after admission. An admitted
-    connection that was idle for `idle_seconds` may be replaced. Thread-safe."""
+    """Decides which connections of a peer server stay open. At most `pending` connections wait for admission, and at
+    most `admitted` are admitted. An admitted connection that was idle for `idle_seconds` may be replaced by a new one.
+    The methods return the connections to close, and the caller closes them. Thread-safe."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds

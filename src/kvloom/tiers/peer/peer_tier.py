@@ -299,8 +299,8 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """Reads checksums from `payload` page by page, starting at byte `at`. The payload has checksums only for the
-    pages that were found."""
+    """Reads checksums from `payload` page by page, starting at byte `at`. The payload has `runs` checksums for each
+    page that was found, and none for other pages."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs

@@ -101,7 +101,8 @@ class Verb(IntEnum):
 
 @dataclass(slots=True)
 class Message:
-    """A request or a reply. `count` is the number of objects or tenant ids. `Verb` states the meaning of `a`, `b` and `payload`."""
+    """A request or a reply. `count` is the number of objects or tenant ids. `Verb` states the meaning of `a`, `b` and
+    `payload`."""
 
     verb: Verb
     count: int = 0

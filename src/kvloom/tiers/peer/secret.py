@@ -39,8 +39,8 @@ def private_directories() -> list[Path]:
 
 
 def open_private_directory(path: Path, create: bool = False) -> int:
-    """Opens a directory that only this user may enter, and returns its descriptor. Raises OSError if the directory
-    does not exist or another user owns it.
+    """Opens a directory that only this user may enter, and returns its descriptor. With `create`, creates the directory
+    if it is missing. Raises OSError if the directory does not exist or another user owns it.
     """
     if create:
         for parent in (*reversed(path.parents), path):

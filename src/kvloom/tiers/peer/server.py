@@ -139,8 +139,11 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant
 
 class PeerServer:
     """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena.
-    With `nixl`, NIXL can access the arena. Raises OSError if the address is unavailable, and ValueError if there is no
-    secret, or TLS is on and unavailable. `refused` counts connections that the server refused or closed at a deadline."""
+    With `nixl`, NIXL can access the arena. `refused` counts connections that the server refused or closed at a
+    deadline.
+
+    Raises OSError if the address is unavailable. Raises ValueError if there is no secret, or if TLS is on but
+    unavailable."""
 
     def __init__(
         self,
@@ -243,8 +246,8 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """Returns the verdict on an authenticated connection. Its client has proved that it has the secret, or has
-        used a Unix socket."""
+        """Returns the verdict on an authenticated connection. Its client has proved that it has the secret, or has used
+        a Unix socket. `allowed` is false if the client's user may not connect."""
         if not allowed:
             return Verdict.WRONG_USER
         admitted, idle = self._clients.admit(client)
@@ -308,14 +311,14 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """Returns the writer number of a client from its `token`. The number is never 0, which stands for this
-        process. Other clients cannot guess the number."""
+        """Returns the number that identifies a client as a writer, computed from its `token`. Other clients cannot
+        guess the number. It is never 0, because 0 stands for this process."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
 class _Guarantees:
-    """Counts the connections that write for each tenant. While a tenant has a connection, a part of the tier is
-    guaranteed to it. When its last connection closes, its pages remain, but can be evicted for other tenants.
+    """Counts the connections that write for each tenant. While a tenant has such a connection, its guaranteed part of
+    the tier is protected. When the last one closes, the tenant's pages remain, but can be evicted for other tenants.
     Thread-safe."""
 
     def __init__(self, tier: HostTier) -> None:
@@ -433,8 +436,8 @@ class _RequestHandler:
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow, from the first on. Returns the number of the lease, the lease,
-        and one BUSY result for each remaining object."""
+        """Leases as many objects as the limits allow, from the first on. `take` makes the lease. Returns the number of
+        the lease, the lease, and one BUSY result for each remaining object."""
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
             raise ValueError(

@@ -26,7 +26,8 @@ class StillRunningError(TimeoutError):
         self._pending, self.uses_caller_memory = pending, uses_caller_memory
 
     def on_finished(self, call: Callable[[], None]) -> None:
-        """Runs `call` once, when the late call ends. If the late call has ended already, runs `call` at once."""
+        """Runs `call` once, when the call that did not end in time has ended. If it has ended already, runs `call` at
+        once."""
         with BoundedCalls._lock:
             if not self._pending.finished.is_set():
                 self._pending.watchers.append(call)

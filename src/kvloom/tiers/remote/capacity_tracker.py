@@ -35,9 +35,8 @@ class _Account(Account):
 
 @dataclass(slots=True)
 class TrackedValue:
-    """A value of this process in the store. `is_guaranteed` is set if the value belongs to the guaranteed part of
-    its tenant. The values of a tenant with `is_guaranteed` together have at most as many bytes as the
-    guaranteed part."""
+    """A value of this process in the store. `is_guaranteed` is set if the value belongs to the guaranteed part of its
+    tenant. All such values of a tenant together fit into the guaranteed part. `used_at` orders values by last use."""
 
     account: _Account
     size: int

@@ -227,7 +227,8 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """Reads each range to its position in the buffer. Returns the lengths. A zero or negative length is a miss."""
+        """Reads each range to its position in the buffer. `begins` are these positions, and `sizes` the numbers of
+        bytes available there. Returns the lengths. A zero or negative length is a miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
         parts = [number for number, wanted in enumerate(ranges) if wanted.stop]

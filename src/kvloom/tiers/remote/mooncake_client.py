@@ -66,8 +66,8 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Returns whether `memory` should be registered. This is so if it is large enough and not registered yet,
-        and if the limit of registered regions is not reached."""
+        """Returns whether `memory` should be registered. The memory must be large enough and not registered yet, and
+        the limit of registered regions must not be reached."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
@@ -84,8 +84,8 @@ class MooncakeClient:
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
         """A context for the transfer of one batch. `verb` is "get" or "put". At any time, at most one get and one put
-        run. Meanwhile, other threads can verify the batches that they have read. This is faster than several gets
-        or puts at once. Raises TimeoutError if the previous batch does not end in time."""
+        run. Meanwhile, other threads verify the batches that they have read. This is faster than several gets or puts
+        at once. Raises TimeoutError if the previous batch does not end in time."""
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:

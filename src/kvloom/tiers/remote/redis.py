@@ -188,7 +188,7 @@ class RedisStore(Store):
         accounts: TenantAccounts | None = None,
     ) -> None:
         """`ttl` is the number of seconds after which the server drops a page that was not read or written. 0 means
-        never."""
+        never. `accounts` has the shares of tenants."""
         self._capacity, self._ttl = capacity, int(ttl * 1000)
         self._accounts = accounts or TenantAccounts(capacity)
         tls = ssl.create_default_context() if address.tls else None

@@ -97,8 +97,8 @@ class RespConnection:
         """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned and
         not raised, because it belongs to one command of the batch.
 
-        Raises ValueError if the replies of the exchange exceed the limit. Lengths are checked before memory is
-        allocated.
+        `depth` is the number of lists that contain the reply. Raises ValueError if the replies of the exchange exceed
+        the limit, or if lists are nested too deeply. Lengths are checked before memory is allocated.
         """
         line = self._line()
         self._take("a line of bytes", len(line))

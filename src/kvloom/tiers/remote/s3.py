@@ -174,14 +174,14 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values without asking for their lengths first. Returns the lengths of the values that have the
-        expected length, by index. For the other values, the caller asks for the length and reads again. Returns {}
-        if the store may be unreachable, because NIXL would retry for a long time.
+        """Reads values without asking for their lengths first. Returns the lengths of the values that have the expected
+        length, by index. For the other values, the caller asks for the length and reads again. Returns {} if the store
+        may be unreachable, because NIXL would retry for a long time.
 
         NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected.
-        Before the read, it puts random bytes at the position of the last expected byte and after it. The length is
-        as expected if the first of these bytes has changed and the others have not. If the value happens to end
-        with the same byte, the caller reads it again.
+        Before the read, it puts random bytes at the position of the last expected byte and after it. The length is as
+        expected if the first of these bytes has changed and the others have not. If the value happens to end with the
+        first random byte, the caller reads the value again.
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}

@@ -43,8 +43,8 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load, or of a store if `load` is None. While a batch is in flight, it leases pages of the host
-    arena."""
+    """Part of a load, or of a store if `load` is None. `size` is the number of bytes. While the batch is in flight, it
+    leases pages of the host arena."""
 
     objects: Objects
     size: int

@@ -11,8 +11,8 @@ WINDOW_SECONDS = 0.25
 
 
 class Throughput:
-    """A decaying average of throughput: recent bytes divided by recent seconds. Both decay together, so the effect of
-    a single hang fades soon."""
+    """A decaying average of throughput: recent bytes divided by recent seconds. Bytes and seconds decay at the same
+    rate, so the effect of a single hang fades soon."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0

@@ -185,8 +185,8 @@ class TransferManager:
         self._write_back(time.monotonic())
 
     def _write_back(self, now: float) -> None:
-        """Queues writes to tiers with policy "back" if host memory is filled above `write_back_threshold`, the oldest
-        pages first."""
+        """If host memory is filled above `write_back_threshold`, queues writes of its oldest pages to tiers with the
+        write policy "back"."""
         if not any(self._dirty) or now - self._last_check < 0.05:
             return
         self._last_check = now
