@@ -186,6 +186,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_killed_rank_stops_the_group_with_an_error(folder: Path) -> None:
     """Ranks are processes. They generate, then one is killed: the next step fails, and so does every later one."""
     prompts = prompts_of(3)

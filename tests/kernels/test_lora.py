@@ -67,7 +67,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "slots", "rank", "inputs", "outputs"), SHAPES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_grouped_products_add_the_term_of_each_token(
     tokens: int, slots: int, rank: int, inputs: int, outputs: list[int], dtype: torch.dtype
 ) -> None:

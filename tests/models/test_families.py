@@ -97,7 +97,7 @@ def reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], to
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_path: Path) -> None:
     if IS_OLDER and family in NEED_NEWER:
         pytest.skip(f"transformers {transformers.__version__} is too old for {family}")

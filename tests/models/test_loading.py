@@ -227,6 +227,7 @@ def test_windows_that_depend_on_how_a_prompt_is_split_are_refused() -> None:
     assert "sliding_window is 8" in str(refusal(config_of("moshi", sliding_window=8)))
 
 
+@pytest.mark.slow
 def test_a_large_model_whose_code_depends_on_values_is_examined_without_memory() -> None:
     assert refusal(transformers.AutoConfig.for_model("jetmoe")) is None
 
