@@ -237,7 +237,7 @@ def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None
     wanted = expected(tiny(family), prompts, 10)
     # The pool is full, so that what windows have passed, and no point holds, leaves before the last one's turn.
     size = 5 << 18 if family == "gemma3_text" else 1 << 24
-    engine = make_engine(tiny(family), size, token_budget=128, eviction_policy="lru")
+    engine = make_engine(tiny(family), size, token_budget=128)
     fill(engine, 3, 20)
     engine.run()
     requests = [engine.add(prompts[0], GREEDY)]

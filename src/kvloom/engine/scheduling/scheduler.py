@@ -573,6 +573,7 @@ class Scheduler:
                     tokens.append(part.tokens[part.replayed])
                 elif count:
                     part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                    self._lookahead.chunk_published(request, request.computed - count)
                 else:  # its states now end with its tokens
                     part.sequence.commit([])
                     part.sequence.close()
