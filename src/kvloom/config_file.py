@@ -50,8 +50,8 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A setting that comes from a configuration file or the environment. `words` are the equivalent command-line
-    arguments. `origin` names the file or variable in errors."""
+    """The value of one argument, from a configuration file or an environment variable. `words` are the command-line
+    arguments that set the same value. `origin` names the file or variable in errors."""
 
     words: tuple[str, ...]
     origin: str

@@ -1,4 +1,4 @@
-"""Addresses of a worker's events. Needs no package beyond the standard library."""
+"""Addresses and format of a worker's events. Needs no package beyond the standard library."""
 
 from __future__ import annotations
 

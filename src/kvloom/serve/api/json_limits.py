@@ -89,8 +89,8 @@ def check_values(values: Iterable[Any], name: str, param: str | None = None) -> 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the `with` block ends. While many objects are created, collections would take
-    long.
+    """Pause Python's garbage collection until the `with` block ends. Otherwise many collections would run while many
+    objects are created, and take long.
     """
     on = gc.isenabled()
     gc.disable()
