@@ -23,8 +23,8 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: the heading under which it stands, the name of its series (which has one colour), its value, and the
-    words after it."""
+    """One bar: the heading above it, the name of its series, its value, and the words after it. All bars of a series
+    have the same colour."""
 
     heading: str
     series: str

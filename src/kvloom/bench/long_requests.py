@@ -1,5 +1,6 @@
-"""Cost of cold pages: pages of a running request that stay in host memory, because the request is longer than the pool.
-The same request runs in a pool that is large enough for it, and in a quarter of that pool. Both have a host tier.
+"""Measures the cost of cold pages: pages of a running request that stay in host memory, because the request is longer
+than the pool. The same request runs in a pool that is large enough for it, and in a pool of a quarter of this size.
+Both engines have a host tier.
 """
 
 from __future__ import annotations
