@@ -42,7 +42,7 @@ class _Block:
 
 
 class TierEvents:
-    """Creates vLLM's events from changes of tiers. A group has events only if its block size is the size of the
+    """Creates vLLM's events from changes of tiers. A layer group has events only if its block size equals that of the
     blocks that vLLM hashes.
     """
 
@@ -52,7 +52,7 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Remember the fields of block `index` of a request, for later events. The block is about to be stored in
+        """Store the fields of block `index` of a request for later events about this block. The block will be stored in
         tiers under `block_hash`.
         """
         if group not in self._groups or index >= len(request.block_hashes):
