@@ -202,8 +202,8 @@ async def _interference(
 
 
 def _summary(load: _Load, began: float, ended: float) -> dict[str, Any]:
-    """Return statistics of two kinds of times: the times between tokens of the short streams, for tokens that
-    arrived from `began` to `ended`, and the times to first token of the long prompts."""
+    """Return statistics of two kinds of times: the times between tokens of the short streams, and the times to first
+    token of the long prompts. Only tokens that arrived from `began` to `ended` count for the first kind."""
     gaps = [
         second - first
         for times in load.arrivals

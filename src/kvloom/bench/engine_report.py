@@ -28,8 +28,8 @@ QUOTED: dict[str, dict[str, float]] = {
         "W1": 14.44, "W2": 30.18, "W3": 9.41, "W3 warm": 9.53, "W4": 11.47, "W5": 2.14, "W6": 14.49, "start": 82,
     },
 }  # fmt: skip
-"""Seconds that vLLM 0.24.0 took for each workload on an H200 in an earlier measurement, and its seconds from start to
-ready with cold compile caches.
+"""Seconds that vLLM 0.24.0 took for each workload on an H200, in an earlier measurement. Also its seconds from start to
+ready, with cold compile caches.
 
 vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of two runs, one with one
 process and one with two processes.
@@ -74,8 +74,8 @@ class WorkloadResult:
 
 @dataclass(slots=True)
 class RunnerResult:
-    """The results of one runner (kvloom or another engine), by the name of the workload. `error` is the error that
-    ended the runner, or None."""
+    """One runner (kvloom or another engine), and its results by the name of the workload. `start_s` is the time in
+    seconds until it was ready. `error` is the error that ended the runner, or None."""
 
     name: str
     version: str = ""

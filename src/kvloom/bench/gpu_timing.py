@@ -88,7 +88,7 @@ def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, 
 
 
 def agreement(calls: dict[str, Call]) -> str:
-    """Return a text with the relative difference between the results of the first two calls (kvloom and a peer), which
+    """Return a text with the relative difference between the results of the first two calls (kvloom and a peer). It
     shows whether both did the same work."""
     results = []
     for call in list(calls.values())[:2]:

@@ -113,8 +113,8 @@ class PacedEngine:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
     def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
-        """Run a prompt. Return the seconds to its first token, its number of cached tokens, and the number of tokens
-        that each step computed."""
+        """Run a prompt, without cached pages if `read` is False. Return the seconds to its first token, its number of
+        cached tokens, and the number of tokens that each step computed."""
         self.device.tokens = []
         began = time.perf_counter()
         request = self.engine.add(tokens, FIRST, CacheControl(read=read))

@@ -23,8 +23,8 @@ OUTPUT = 32
 
 
 def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Return the median seconds to the first token and per further token in both pools, and whether the outputs in both
-    pools have the same tokens.
+    """Return, for both pools, the median seconds to the first token and per further token. Also return whether the
+    outputs in both pools have the same tokens.
     """
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size

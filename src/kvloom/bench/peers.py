@@ -224,7 +224,7 @@ def sglang_tree(
 
 @dataclass(frozen=True)
 class _Vllm:
-    """A KVCacheManager over one layout. It is called in the same way as by vLLM's scheduler."""
+    """vLLM's KVCacheManager for one layout. The methods call it in the same way as vLLM's scheduler does."""
 
     manager: Any
     request: Callable[[list[int]], Any]  # requests whose blocks are not hashed yet

@@ -43,8 +43,8 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are random token ids below `vocabulary`.
-    All prompts begin with the same `shared` tokens.
+    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are `prompt` random token ids below
+    `vocabulary`. All prompts begin with the same `shared` tokens.
 
     The length of an answer is between half of `tokens` and `tokens`. `key` is an API key. Loads with different values
     of `seed` have different prompts.

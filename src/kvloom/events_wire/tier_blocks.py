@@ -61,8 +61,8 @@ class TierBlocks:
         return events + self._event(*kind, hashes)
 
     def _apply(self, is_stored: bool, block_hash: bytes, group: int, bit: int) -> bool:
-        """Record that one page of a block was stored or removed. Return whether this change completes the block, or
-        makes a complete block incomplete."""
+        """Record that one page of a block was stored or removed. `bit` stands for the page in the bit mask of the
+        block's pages. Return whether this change completes the block, or makes a complete block incomplete."""
         stored, whole = self._stored[group], self._whole[group]
         before = stored.get(block_hash, 0)
         after = before | bit if is_stored else before & ~bit

@@ -1,7 +1,7 @@
 """Upper bounds of the hit rate: an unlimited cache, and Belady's MIN for a given size.
 
-MIN evicts the block whose next use is farthest in the future. As in every replay, all blocks of a request are inserted,
-and a block counts as a hit only if all blocks before it are hits. The bounds need no cache and no clock.
+MIN evicts the block whose next use is farthest in the future. As in every replay, all blocks of a request are inserted.
+A block counts as a hit only if all blocks before it are hits. The bounds need no cache and no clock.
 """
 
 from __future__ import annotations

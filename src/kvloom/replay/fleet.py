@@ -485,7 +485,8 @@ class _Router:
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
-        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen."""
+        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen.
+        `scale` is the number of tokens of the trace for each token of the simulated cache."""
         names = [name for name in self.names if name not in tried] if tried else self.names
         if self.route == "round-robin":
             self._turn += 1

@@ -36,8 +36,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests in order of arrival. Their blocks have the numbers 0 to `distinct` - 1. `model` and `bytes_per_token`
-    are from the recording, if it states them."""
+    """Requests in order of arrival. Their blocks have the numbers 0 to `distinct` - 1, and `block_tokens` tokens each.
+    `origin` names the files. `model` and `bytes_per_token` are from the recording, if it states them."""
 
     requests: tuple[Request, ...]
     block_tokens: int

@@ -102,7 +102,8 @@ def _chat(args: argparse.Namespace, answer: Answer, interactive: bool) -> int:
 
 
 def _read(interactive: bool) -> str | None:
-    """Return the next line without surrounding spaces, or None at the end of standard input."""
+    """Return the next line without surrounding spaces, or None at the end of standard input. If `interactive`, show a
+    prompt."""
     if interactive:
         try:
             return input("> ").strip()

@@ -372,8 +372,8 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the caps that apply if a key sets none. They are the values of the server's options. If the option for
-    answers or for ttl is not given, a server with keys uses a default value, and a server without keys has no limit."""
+    """Return the caps that apply if a key sets none. They are the values of the server's options. Without the option
+    for answers or for ttl, a server with keys uses a default value. A server without keys then has no limit."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

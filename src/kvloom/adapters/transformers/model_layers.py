@@ -58,7 +58,8 @@ def forward_arguments(
     model: Any, tokens: torch.Tensor, cache: Any, start: int, all_logits: bool = False
 ) -> dict[str, Any]:
     """Return the arguments of a forward that computes `tokens` from position `start` on. They include `position_ids`,
-    because some modeling code would otherwise count positions from 0.
+    because some modeling code would otherwise count positions from 0. Without `all_logits`, the model returns only the
+    logits of the last token, if it supports this.
     """
     names = inspect.signature(model.forward).parameters
     arguments = {"input_ids": tokens, cache_argument(model): cache, "use_cache": True}

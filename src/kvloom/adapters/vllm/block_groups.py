@@ -1,8 +1,9 @@
 """Block size, window and resume rule of vLLM's KV cache groups.
 
-A prompt resumes at position p if every full group has all blocks before p, every windowed group has the blocks that
-token p can read, and every state group has the state after exactly p tokens. vLLM keeps this state in the block that
-ends at p. kvloom's own resume rule is the same, for its own layouts (`core/prefix/resume_rule.py`).
+A prompt can resume at position p if three conditions hold. Every full group has all blocks before p. Every windowed
+group has the blocks that token p can read. Every state group has the state after exactly p tokens. vLLM keeps this
+state in the block that ends at p. kvloom's own resume rule is the same, for its own layouts
+(`core/prefix/resume_rule.py`).
 """
 
 from __future__ import annotations

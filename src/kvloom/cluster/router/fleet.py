@@ -49,8 +49,8 @@ FAILED_CHECKS = 2
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """A LoRA adapter of a worker: the digest that salts its block hashes, and the invocation tokens of an activated
-    LoRA."""
+    """A LoRA adapter of a worker: the digest that salts its block hashes, and its invocation tokens. Only an activated
+    LoRA has invocation tokens. It applies from their last occurrence in the prompt."""
 
     digest: str
     invocation_tokens: tuple[int, ...] = ()
@@ -96,7 +96,8 @@ class Offer:
 
 @dataclass(slots=True)
 class Sent:
-    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token.
+    `expected_hit_tokens` is the number of prompt tokens that the router expected to be cached."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -447,8 +448,9 @@ class Fleet:
     def root(
         model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False, adapter: str | None = None
     ) -> bytes:
-        """Return the root of a request's block hashes on a worker: the hash before the first block. Requests with an
-        activated LoRA have the root of the base model.
+        """Return the root of a request's block hashes on a worker: the hash before the first block. With `lossy`, the
+        request accepts pages that a tier re-encoded, which have another root. Requests with an activated LoRA have the
+        root of the base model.
         """
         if offer.hash_model is None:
             return _root(f"foreign {model}", "", "")

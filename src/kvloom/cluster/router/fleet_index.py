@@ -66,6 +66,7 @@ class WorkerBlocks:
     `number` is the number of the worker in the index. If `trusts_hashes`, the worker computes block hashes like
     `kvloom.core`. Otherwise the worker is foreign, such as vLLM. The router then hashes the tokens in the worker's
     events itself, starting from `root`. `names` maps a foreign hash to the router's hashes of the same block.
+    `has_events` states that the worker has sent events.
     """
 
     number: int
@@ -105,7 +106,8 @@ class FleetIndex:
         return {medium: index.count(place) for medium, index in self._media.items()}
 
     def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
-        """Add a worker without blocks. Does nothing if the index has the worker."""
+        """Add a worker without blocks. For `trusts_hashes` and `root` see `WorkerBlocks`. Does nothing if the index has
+        the worker."""
         if worker in self._workers:
             return
         if self._free:

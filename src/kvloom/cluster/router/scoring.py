@@ -7,9 +7,9 @@
     + adapter             the time to load an adapter that is not resident
     - affinity            a reduction for the last worker of the session, unless this worker is overloaded
 
-The cost is computed from the requests that this router sent, from the times of their first tokens and ends, and from
-the events of workers. The present time is an argument of all methods, so workers can be simulated: `kvloom replay
---workers` uses these classes.
+The cost is computed from the requests that this router sent, the times of their first tokens and ends, and the events
+of workers. The present time is an argument of all methods, so workers can be simulated: `kvloom replay --workers` uses
+these classes.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ BUSY_SECONDS = 30.0
 
 class Choice(NamedTuple):
     """The chosen worker. `seconds` is the expected time to first token. `cached` is the number of prompt tokens that
-    the worker need not compute, and `on_gpu` is the number of these tokens whose pages are on its GPU."""
+    the worker need not compute. `on_gpu` is the number of these tokens whose pages are on its GPU."""
 
     worker: str
     seconds: float

@@ -37,7 +37,8 @@ class UnreachableError(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """The address of a worker, and the idle connections to it."""
+    """The address of a worker, and the idle connections to it. `context` has the TLS settings, and `prefix` is the path
+    of the worker's URL."""
 
     host: str
     port: int

@@ -409,8 +409,9 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. Raises
-        ApiError for an invalid `cache_control`, or for too many breakpoints.
+        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. `characters` is
+        the position of its end in the text of the last message, or None for the end of this message. Raises ApiError
+        for an invalid `cache_control`, or for too many breakpoints.
         """
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:

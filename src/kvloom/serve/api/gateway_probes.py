@@ -1,7 +1,7 @@
 """Answers to the probes of gateways: GET /server_info and GET /v1/loads, with the names that SGLang's servers use.
 
-A gateway such as smg (SGLang's gateway) reads the load of each worker from these endpoints, and sends requests to the
-worker with the least load.
+A gateway such as smg (SGLang's gateway) reads the load of each worker here. It sends requests to the worker with the
+least load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Limits on the JSON of a request.
 
-`check_structure` counts the lists, objects and items of a large body before it is decoded, because decoding
-millions of small lists would hold Python's interpreter lock for seconds. `check_values` counts the values
-and the nesting of a field after decoding.
+`check_structure` counts the lists, objects and items of a large body before it is decoded. Decoding millions of small
+lists would hold Python's interpreter lock for seconds. `check_values` counts the values and the nesting of a field
+after decoding.
 """
 
 from __future__ import annotations

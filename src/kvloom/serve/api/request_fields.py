@@ -142,8 +142,8 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields for the hand-over of a prompt from a prefill worker to a decode worker. The request to the prefill
-    worker sets `do_remote_decode`. The response of the prefill worker contains the fields that the request to the
-    decode worker must set.
+    worker sets `do_remote_decode`. The response of the prefill worker contains the fields for the request to the decode
+    worker: `do_remote_prefill`, and the address of the prefill worker's host memory (`remote_host`, `remote_port`).
 
     Pages are found by hash, so block ids, engine ids and token counts are accepted but not used. `encode_host` and
     `encode_port` are fields of kvloom, not of vLLM. They name the encode worker for the images of the request.

@@ -71,6 +71,8 @@ class Limits:
     |---------------------|-----------------------------------------------------------------------------------|
     | `body_bytes`        | bytes of one request body                                                         |
     | `bodies`            | bytes of all bodies that are being read or encoded, in multiples of `body_bytes`  |
+    | `connections`       | number of open connections                                                        |
+    | `prompt_tokens`     | tokens of one prompt; None: only the limit of the model and its pool applies      |
     | `answers`           | number of running and waiting answers                                             |
     | `request_seconds`   | seconds for the arrival of a request's headers, and again for that of its body    |
     | `read_seconds`      | seconds for which a client may read nothing from a stream                         |

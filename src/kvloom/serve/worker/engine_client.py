@@ -219,8 +219,9 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def change_adapter(self, name: str, path: str | None, replace: bool, seconds: float) -> str:
-        """Load a LoRA adapter from the folder `path`. If `path` is None, unload the adapter. Return the engine's error,
-        or "" on success. A restarted engine has the same adapters.
+        """Load a LoRA adapter from the folder `path`. With `replace`, it may replace a loaded adapter of the same name.
+        If `path` is None, unload the adapter. Return the engine's error, or "" on success. A restarted engine has the
+        same adapters.
 
         Raises ApiError if no engine is ready, and TimeoutError after `seconds`.
         """

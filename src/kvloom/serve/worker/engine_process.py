@@ -152,7 +152,7 @@ def _exit(reason: str) -> None:
 
 
 def _warm_up(engine: Engine, progress: bool) -> None:
-    """Compile kernels and capture CUDA graphs before the first request."""
+    """Compile kernels and capture CUDA graphs before the first request. With `progress`, show a progress bar."""
     if not progress or engine.device.type != "cuda":
         engine.prepare()
         return

@@ -310,6 +310,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
 
     | field                  | meaning                                                                                |
     |------------------------|----------------------------------------------------------------------------------------|
+    | `looked_up`, `started` | times of the lookup in the cache, and of the first work on the prompt                  |
     | `hits`                 | number of cached prompt tokens, by tier                                                |
     | `miss_position`        | the token at which the lookup stopped                                                  |
     | `miss_reason`          | one of the core's MISS_REASONS                                                         |

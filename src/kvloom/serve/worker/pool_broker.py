@@ -2,8 +2,8 @@
 
     every PERIOD:   loads of all models ──▶ plan ──▶ shrink some pools, wait for their answers ──▶ grow full pools
 
-A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool first gets bytes that no
-pool has, then bytes of idle models, then free bytes of busy models, then bytes of models above their equal share.
+A pool grows only by bytes that no pool has, so the sum never exceeds the budget. `plan_pools` decides which pools grow
+and which pools shrink.
 """
 
 from __future__ import annotations

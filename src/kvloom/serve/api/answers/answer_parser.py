@@ -113,7 +113,8 @@ class AnswerFormats:
         return self.calls.strict_grammar(functions)
 
     def tools_warning(self, forced: bool, functions: Tools) -> str | None:
-        """Return a warning if the template or parser of this model does not support tool calls, else None."""
+        """Return a warning if the template or parser of this model does not support tool calls, else None. A forced
+        call (`forced`) needs no parser of the model, because the server enforces its own format."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:

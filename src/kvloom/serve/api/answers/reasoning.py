@@ -113,7 +113,8 @@ def last_marker(message: str) -> str:
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
-    """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure.
+    """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure. The structure
+    has the form `kind` ("json_schema", "regex" or "grammar") and is given as `text`.
 
     Return None for a client's own grammar, because its rules may have the same names as the rules for reasoning.
     """
