@@ -30,8 +30,8 @@ SERVER_SECONDS = 120.0
 
 
 class _World:
-    """The memory that the benchmark copies, and LMCache's CPU backend, which all backends use. `put` and `get` of a
-    backend store and read all pages, and return when the bytes have arrived.
+    """The memory that the benchmark copies, and LMCache's CPU backend, which most other backends use. `put` and `get`
+    of a backend store and read all pages, and return when the bytes have arrived.
     """
 
     def __init__(self, page: int, total: int) -> None:

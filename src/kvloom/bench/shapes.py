@@ -185,7 +185,8 @@ def hf_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """Build a model on the device, with random weights or with the weights of the config's folder.
+    """Build a model on the device. It has the weights in the config's folder if there are any, and random weights
+    otherwise.
 
     The same seed gives the same weights on the same device. On "meta" there are no weights."""
     import transformers

@@ -45,7 +45,8 @@ class Sizing:
     """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
     an unlimited cache, with the hit rate `ideal`, does not reach it.
 
-    `tiers` lists the bytes per tier, fastest first.
+    `tiers` lists the bytes per tier, fastest first. `next_gigabyte` is how much one more gigabyte would add to the hit
+    rate. `curve` has the hit rates at several sizes.
     """
 
     policy: str

@@ -320,8 +320,8 @@ def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argpa
 def _models(
     args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError if memory options conflict, or if one is missing. For example,
-    several models need pool sizes.
+    """Return the models to serve. Raises ValueError if options of memory or of LoRA adapters conflict or are missing.
+    For example, several models need --memory, or --pool for each model.
     """
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events

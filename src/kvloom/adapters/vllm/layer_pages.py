@@ -1,12 +1,11 @@
-"""Copies of blocks between vLLM's layer tensors and the arena, which is kvloom's host memory.
+"""Copies blocks between vLLM's layer tensors and the arena, which is kvloom's host memory.
 
     vLLM: one tensor per layer, with one row per block  <──>  arena: one page per block and group
 
-A page contains the rows of its block from all layers of the group. A layer with a recurrent state has several
-tensors, for example one for its convolution and one for its state.
+A page contains the rows of its block from all layers of the group. A layer with a recurrent state has several tensors,
+for example one for its convolution and one for its state.
 
-On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate
-stream.
+On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate stream.
 """
 
 from __future__ import annotations

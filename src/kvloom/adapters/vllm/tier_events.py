@@ -1,9 +1,8 @@
-"""Block events of tiers in vLLM's format: which blocks were stored in, and removed from, host memory and
-disk.
+"""Block events of tiers in vLLM's format. They report which blocks host memory and disk have stored and removed.
 
-Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler
-publishes events with vLLM's hashes. To translate, the scheduler remembers both hashes of every block that
-this process has stored.
+Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler publishes
+events with vLLM's hashes. To translate, the scheduler remembers both hashes of every block that this process has
+stored.
 """
 
 from __future__ import annotations

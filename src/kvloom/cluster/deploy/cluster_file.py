@@ -1,19 +1,30 @@
 """Reads cluster.toml, which lists the processes of a cluster and how many of each run.
 
-[cluster] name = "demo" # several clusters may share one Ray ray = "auto" # address of Ray; "local" starts a Ray that
-ends with `kvloom deploy` bind = "127.0.0.1" # "node": the address of the machine, for several machines peer-secret =
-"/etc/kvloom/secret" # with bind = "node": a secret that protects shared pages; on every machine certificate =
-"/etc/kvloom/tls.crt" # for HTTPS: a file on every machine, with the certificate of this machine certificate-key =
-"/etc/kvloom/tls.key" authority = "/etc/kvloom/ca.crt" # signed all certificates; workers refuse clients without such a
-certificate
+[cluster]
+name = "demo"                       # several clusters may share one Ray
+ray = "auto"                        # address of Ray; "local" starts a Ray that ends with `kvloom deploy`
+bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
+peer-secret = "/etc/kvloom/secret"  # with bind = "node": a secret that protects shared pages; on every machine
+certificate = "/etc/kvloom/tls.crt" # for HTTPS: a file on every machine, with the certificate of this machine
+certificate-key = "/etc/kvloom/tls.key"
+authority = "/etc/kvloom/ca.crt"    # signed all certificates; workers refuse clients without such a certificate
 
-[router] port = 8080 replicas = 1 # further routers use the next ports [router.arguments] # arguments of `kvloom route`
+[router]
+port = 8080
+replicas = 1                        # further routers use the next ports
+[router.arguments]                  # arguments of `kvloom route`
 affinity-seconds = 0.1
 
-[workers.decode] model = "meta-llama/Llama-3.1-8B-Instruct" role = "decode" # prefill, decode, both or encode replicas =
-2 max-replicas = 6 # if larger than replicas: the number of replicas follows the load target-requests = 16 # scaling
-keeps about this many open requests per replica gpus = 1 host-memory = "64GiB" # other workers read the host memory of
-prefill and encode workers [workers.decode.arguments] # arguments of `kvloom serve` pool = "60GiB"
+[workers.decode]
+model = "meta-llama/Llama-3.1-8B-Instruct"
+role = "decode"                     # prefill, decode, both or encode
+replicas = 2
+max-replicas = 6                    # if larger than replicas: the number of replicas follows the load
+target-requests = 16                # scaling keeps about this many open requests per replica
+gpus = 1
+host-memory = "64GiB"               # other workers read the host memory of prefill and encode workers
+[workers.decode.arguments]          # arguments of `kvloom serve`
+pool = "60GiB"
 
 If a cluster has encode workers, other workers of the same model ask them for the embeddings of images.
 """

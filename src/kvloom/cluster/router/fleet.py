@@ -1,6 +1,6 @@
 """The workers of a router: membership, health, and the models of each worker.
 
-    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: health, models, hashes, load
+    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models every second: health, models, load
                                           └──────▶ Subscriber: adds its events to the index of its model
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other

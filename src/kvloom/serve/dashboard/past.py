@@ -1,5 +1,5 @@
-"""The past hour of a dashboard, as frames. A frame is the state of the dashboard at one time, as a compressed
-JSON document without curves. A frame is stored every FRAME_SECONDS. Memory is bounded.
+"""The past hour of a dashboard, as frames. A frame is the state of the dashboard at one time, as a compressed JSON
+document without curves. A frame is stored every FRAME_SECONDS. All frames together take at most MAX_BYTES.
 
     now - 1 h                                               now
     ├──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┤      one frame per mark

@@ -131,8 +131,8 @@ class RequestRecord:
 
     def waterfall(self) -> list[dict[str, Any]]:
         """Return the phases of the request: queue, load, prefill and decode. They are ordered by prompt (numbered from
-        0), then by start. `start_s` and `end_s` are seconds since the arrival. A load has a tier. If a phase still
-        runs, its end is the present time.
+        0), then by start. `start_s` and `end_s` are seconds since the arrival. A load also has the name of its tier. If
+        a phase still runs, its end is the present time.
         """
         now = self.finished or time.monotonic()
         phases: list[dict[str, Any]] = []

@@ -105,8 +105,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
 
-    The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
-    `max_tokens` limits prompt and output together.
+    The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
+    is set, `max_tokens` limits prompt and output together.
     """
 
     text: str
@@ -270,9 +270,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     - `cached_tokens`: the number of cached prompt tokens.
     - `finish_reason`: set in the last delta.
-    - `prompt_logprobs`: for all prompt tokens except the first, in the first answer, if requested.
-    - `prompt_tokens`: for prompts with images, the count with expanded placeholders.
-    - `embedding`: float32, little-endian, if requested.
+    - `prompt_logprobs`: if requested, log-probabilities of all prompt tokens except the first. Only answer 0 has them.
+    - `prompt_tokens`: for a prompt with images, the number of its tokens after placeholders are expanded.
+    - `embedding`: if requested, the values of the embedding as float32, little-endian.
     """
 
     id: int

@@ -1,7 +1,7 @@
 """The answers of one HTTP request, between the engine and the client.
 
-Unread deltas are merged, so a slow client gets fewer and larger deltas. In streams, `max_characters` limits the
-unread text. A client above this limit is disconnected.
+Deltas (new tokens) that the client has not read yet are merged, so a slow client gets fewer and larger deltas. In
+streams, `max_characters` limits the unread text. A client above this limit is disconnected.
 """
 
 from __future__ import annotations

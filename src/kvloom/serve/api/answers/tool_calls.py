@@ -1,10 +1,10 @@
 """The formats in which models write tool calls. The names are vLLM's.
 
-    hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number, also after text
-    llama3_json    {"name": "f", "parameters": {"a": 1}}, more after ";" or ","
+    hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>; may be repeated, and may follow text
+    llama3_json    {"name": "f", "parameters": {"a": 1}}; further calls follow after ";" or ","
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}
     pythonic       [f(a=1), g()]
-    qwen3_coder    <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, any number, also after text
+    qwen3_coder    <tool_call><function=f><parameter=a>1</parameter></function></tool_call>; repeated as in hermes
 
 A text that is not a call stays content. `ForcedCalls` reads the format of a forced call (tool_choice.py).
 """
