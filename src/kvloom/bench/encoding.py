@@ -1,5 +1,4 @@
-"""`kvloom bench encoding` compares two fleets: one encode worker and one other worker, and two workers that encode
-images themselves.
+"""`kvloom bench encoding` compares an encode worker and another worker with two workers that encode images themselves.
 
 A router sends the same load to both fleets, in turns: text streams, and chats with one new image each. The benchmark
 measures the time between the tokens of the streams, and the time to first token of the chats. The model is a LLaVA with

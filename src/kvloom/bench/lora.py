@@ -1,5 +1,4 @@
-"""`kvloom bench lora` measures the cost of LoRA adapters: tokens per second with adapters, divided by tokens per second
-without adapters, in one run.
+"""`kvloom bench lora` measures tokens per second with and without LoRA adapters in one run, and their ratios.
 
 Four engines on the same weights alternate, so that a disturbance of the machine affects all of them:
 

@@ -1,5 +1,4 @@
-"""`kvloom bench routing` compares routers: each distributes the same sessions of agents over several real workers on
-loopback.
+"""`kvloom bench routing` compares routers, which send the same sessions of agents to several real workers on loopback.
 
 `agent_sessions` creates the load. In each round, all routers get the same sessions, one router after the other. The
 order of the routers changes with the round. All routers use the same worker processes, and each run starts a new router

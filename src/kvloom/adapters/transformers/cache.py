@@ -140,7 +140,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of the pool and of the prefix cache. With tiers, also the counters of the tiers."""
+        """Counters of the pool and the prefix cache, and of the tiers if there are any."""
         found: dict[str, Any] = dict(self._store.kv.stats())
         if self._store.offload is not None:
             found["offload"] = asdict(self._store.offload.stats)
@@ -385,8 +385,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         return len(self._tokens[0]) if self._tokens else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """`update` returns K and V of a range of tokens for a layer. Return the length of this range, and the position
-        of its first token.
+        """Return the length of the token range whose K and V `update` returns for a layer, and the position of the
+        first token of this range.
         """
         if layer_idx not in self._attention:
             layer_idx = next(iter(self._attention))
