@@ -111,7 +111,8 @@ def size(text: str) -> int:
 
 
 def memory(text: str) -> int:
-    """An argparse type for a size of at least 1 MiB. The minimum detects a forgotten unit."""
+    """An argparse type for a size of at least 1 MiB. A smaller number is refused, because its unit was probably
+    forgotten."""
     found = size(text)
     if found < 1 << 20:
         hint = f"; did you mean {text}GiB?" if text.isdigit() else ""
@@ -120,7 +121,8 @@ def memory(text: str) -> int:
 
 
 def dtype(text: str) -> str:
-    """An argparse type for a weight dtype, by torch's name or by a short name of --kv-dtype."""
+    """An argparse type for a weight dtype: auto, a name of torch such as bfloat16, or a short name such as bf16.
+    Returns auto or torch's name."""
     found = DTYPES.get(text.lower(), text.lower())
     if found not in DTYPES.values():
         raise argparse.ArgumentTypeError(
@@ -154,14 +156,14 @@ def interpreter(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """An argparse type for a device."""
+    """An argparse type for a device: cpu, cuda or cuda:N."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda or cuda:N")
     return text
 
 
 def token_ids(text: str) -> list[int]:
-    """An argparse type for token ids."""
+    """An argparse type for token ids, separated by blanks or commas."""
     try:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:

@@ -44,8 +44,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. The code is 0, 2 for invalid input (reported in one line), or 130
-    after Ctrl-C. `kvloom doctor` returns 1 if a command would not work."""
+    """Run one command and return its exit code: 0 on success, 2 for invalid input (reported in one line), or 130 after
+    Ctrl-C. A command may return other codes: `kvloom doctor` returns 1 if it finds a fault that stops a command from
+    working."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -86,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_command(word: str) -> NoReturn:
-    """Handle a first argument that is not a command, and exit. Prints help, the version, or an error that lists the
-    commands."""
+    """Handle a first argument that is not a command, and exit. Prints help, the version, or an error that suggests a
+    command or lists all commands."""
     from argparse import RawDescriptionHelpFormatter
     from difflib import get_close_matches
     from importlib.metadata import version

@@ -14,8 +14,8 @@ __all__ = ["REFUSED", "Refused", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Two features that exclude each other. `where` names what is refused: a request, an engine or a server. `text` is
-    the error message, with placeholders in braces."""
+    """Two features (`feature` and `other`) that exclude each other. `where` names what is refused: a request, an engine
+    or a server. `text` is the error message, with placeholders in braces."""
 
     where: Literal["request", "engine", "server"]
     feature: str

@@ -75,5 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _required(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a dummy value for each required positional argument, so that the parser accepts the other arguments."""
+    """Return a dummy value for each required positional argument. Without these values, the parser would refuse the
+    other arguments."""
     return ["-" for action in parser._actions if not action.option_strings and action.nargs is None]

@@ -11,8 +11,8 @@
     model = "Qwen/Qwen3-8B"
     kv-dtype = "fp8"
 
-Keys are argument names without the dashes. The values are inserted before the given arguments, so argparse
-checks all of them.
+In the first line, a value overrides all values to its left. Keys are argument names without the dashes. The values are
+inserted before the given arguments, so argparse checks all of them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A setting that comes from a configuration file or the environment. `words` are the equivalent command-line
-    arguments. `origin` names the file or variable in errors."""
+    """The value of one argument, from a configuration file or an environment variable. `words` are the command-line
+    arguments that set the same value. `origin` names the file or variable in errors."""
 
     words: tuple[str, ...]
     origin: str
@@ -83,7 +83,7 @@ def configured_models(
     """Return the arguments of each model that has a table [models.NAME] in the file, by the name of the model.
 
     The arguments of a model are those in `given`, overridden by its table. `parser` has the arguments that a table may
-    contain. If the table does not set `model`, it is None in the result.
+    contain. If the table does not set `model`, the argument `model` is None in the result.
     """
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found = {}

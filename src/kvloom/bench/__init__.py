@@ -1,4 +1,5 @@
-"""Benchmarks: `kvloom bench`. The files in brackets are parts of the benchmark.
+"""Benchmarks: `kvloom bench`. Each line names the file of one benchmark. Files in brackets are parts of the same
+benchmark.
 
 command.py                selects a benchmark
 compare.py                kvloom and every installed peer on the same work (chart.py)

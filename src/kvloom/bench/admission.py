@@ -1,11 +1,11 @@
-"""`kvloom bench admission`: goodput under overload in three modes: with SLO admission, with a bounded queue, and with
-neither.
+"""`kvloom bench admission` measures goodput under overload in three modes: with SLO admission, with a bounded queue,
+and with neither.
 
 Goodput is the number of requests per second that meet their objectives. Each round first measures the capacity of the
 engine in requests per second. Then requests arrive at random times, at `--load` times this rate, whether or not earlier
 requests have finished. All modes get the same requests. The modes run in turn, in another order in each round. The
-clock is the CPU time of this process, so that other processes have little effect. If there is no work, the clock jumps
-to the next arrival. With --trace, simulated workers replay a trace instead.
+clock is the CPU time of this process, so that other processes have little effect. While no request is open, the clock
+jumps to the next arrival. With --trace, no engine runs: simulated workers replay a trace instead.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def arrivals(count: int, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass(slots=True)
 class Served:
-    """A request of a run, and the times of its arrival, first token and last token. `request` is None if it was refused
-    because the queue was full.
+    """A request of a run, with its arrival time (`at`) and the times of its first and last token. `request` is None if
+    it was refused because the queue was full.
     """
 
     at: float
@@ -99,8 +99,8 @@ def drive(
 ) -> list[Served]:
     """Add requests when they arrive, and run steps until all have finished. Return the requests with their times.
 
-    With `objective`, SLO admission may refuse requests. `queue` is the largest number of waiting requests. Further
-    requests are refused. Requests share pages only with requests of the same `salt`.
+    With `objective`, SLO admission may refuse requests. With `queue`, a request is refused if this many requests
+    already wait. Requests share pages only with requests of the same `salt`.
     """
     from kvloom.engine import SamplingParams
 
@@ -208,7 +208,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _capacity(engine: Engine, clock: CpuClock, round_: int) -> float:
-    """Return how many requests per second the engine finishes if many requests wait."""
+    """Return how many requests per second the engine finishes if SATURATED requests arrive at once."""
     at_once = [Arrival(0.0, one.prompt, one.output) for one in arrivals(SATURATED, 1.0, seed=2)]
     began = clock.now()
     drive(engine, clock, at_once, f"capacity {round_}")

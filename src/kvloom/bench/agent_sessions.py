@@ -1,13 +1,13 @@
 """The load of `kvloom bench routing`: random sessions of coding agents. The same seed gives the same sessions.
 
-    tools + system prompt ── project ── task ─┬─ turn ─┬─ turn ── turn ── turn …       a session
-    (all sessions share it) (some share it)   │        ├─ branch ── turn               a branch: shares all so far
-                                              │        └─ branch                       in parallel; then the session goes on
-    tools of sub-agents ── project ── task ───┴─ turn ── turn                          a sub-agent: shares only its tools
+    tools + system prompt ── project ── task ─┬─ turn ─┬─ turn ── turn ── turn …   a session
+    (all sessions share it) (some share it)   │        ├─ branch ── turn           a branch: shares all so far
+                                              │        └─ branch                   in parallel; then the session goes on
+    tools of sub-agents ── project ── task ───┴─ turn ── turn                      a sub-agent: shares only its tools
 
-A prompt is the whole history, and a turn adds a reply and a tool result. Sometimes the last turn is sent again with
-another end: an edit or a retry. Between turns a session is idle, as long as a tool runs or a user thinks. Popularity of
-projects follows Zipf's law.
+A prompt is the whole history of a session, and each turn adds a reply and a tool result. Sometimes the last turn is
+sent again with another end, as after an edit or a retry. Between turns a session is idle, as if a tool runs or a user
+thinks. The popularity of projects follows Zipf's law.
 
 Lengths and idle times follow 64 recorded sessions (3,347 requests). Recorded lengths are divided by 16, and times by
 40, so that a small model on a CPU can serve them:
@@ -36,7 +36,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SYSTEM_TOKENS, SUB_AGENT_TOKENS = 768, 512
 LONGEST_TURN, LONGEST_IDLE = 512, 5.0
 TURN_SPREAD, IDLE_SPREAD, LENGTH_SPREAD = 1.2, 2.0, 0.9
-"""Standard deviations of the logarithms of a turn's tokens, of idle times, and of the turns of a session."""
+"""Standard deviations of three logarithms: of the tokens that a turn adds, of idle times, and of the number of turns of
+a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """Parameters of the load. `turns` (of a session), `tokens` (that a turn adds) and `idle` (seconds before a
-    turn) are medians. Sessions start at random times within `seconds`. No prompt has more than `longest`
-    tokens. `fork_share` is the fraction of turns that start branches or sub-agents. `edit_share` is the
-    fraction of turns that are sent again with a different end.
+    """Parameters of the load. Three are medians: `turns` of a session, `tokens` that a turn adds, and `idle` seconds
+    before a turn. `sessions` sessions, each about one of `projects` projects, start at random times within `seconds`.
+    No prompt has more than `longest` tokens. `fork_share` is the fraction of turns that start branches or sub-agents.
+    `edit_share` is the fraction of turns that are sent again with a different end.
     """
 
     sessions: int = 24
@@ -113,8 +114,8 @@ class _Draw:
         return self._turns(self._system + project, count, 0.0, project)
 
     def _turns(self, prompt: str, count: int, idle: float, project: str | None) -> tuple[Turn, ...]:
-        """Return at most `count` turns that continue `prompt`. The first turn starts after `idle` seconds. Turns start
-        branches only if `project` is given: it is None for the turns of a branch.
+        """Return at most `count` turns that continue `prompt`. The first turn starts after `idle` seconds. `project` is
+        None for the turns of a branch, which start no further branches.
         """
         load, found = self._load, list[Turn]()
         for number in range(count):
@@ -160,8 +161,8 @@ def _tokens(prompt: str) -> int:
 
 
 def shared_tokens(prompts: Iterable[str]) -> tuple[int, int]:
-    """Return how many words of the prompts would be hits in an unlimited cache, and the number of all words.
-    The hit of a prompt is its longest prefix that an earlier prompt also has. The last word is never a hit.
+    """Return how many words of the prompts would be hits in an unlimited cache, and the number of all words. The hit of
+    a prompt is the longest prefix that it shares with an earlier prompt. The last word of a prompt is never a hit.
     """
     root: dict[str, dict] = {}  # type: ignore[type-arg]
     hits = total = 0

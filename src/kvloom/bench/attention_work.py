@@ -1,8 +1,7 @@
-"""Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
+"""The attention part of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-Each line of the report measures one layer with 32 query heads over 8 KV heads of 128 dims, unless the line
-states otherwise. The bf16 pages of this layer have 16 tokens and are in random order. `gpu_timing` times
-the calls.
+Unless a line of the report states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims. The
+pages are bf16, have 16 tokens and are in random order. `gpu_timing` times the calls.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = [
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 LAYERS = 4
-"""Layers in a page. The benchmark reads only one of them, so the bytes that it reads from two pages are not adjacent.
-The same holds in a model.
+"""Number of layers in a page. As in a model, a call reads only one of them, so the bytes that it reads from
+neighbouring pages are not adjacent.
 """
 
 DECODE = (
@@ -58,7 +57,8 @@ encode the position.
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A prefill step: `batch` sequences of `new` tokens after `cached` tokens, and the heads of the layer."""
+    """A prefill step of `batch` sequences. Each has `new` tokens to compute after `cached` cached tokens. The other
+    fields describe the layer."""
 
     batch: int
     new: int
@@ -94,7 +94,7 @@ windowed layers of Gemma-3-12B and gpt-oss."""
 
 
 def layer_pool(pages: int, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of one layer of random pages, as [pages, tokens, heads, dim] views."""
+    """Return K and V of one layer, as views [pages, tokens, heads, dim] of pages with random content."""
     pool = torch.empty((pages, LAYERS, 2, BLOCK, kv_heads, dim), dtype=torch.bfloat16, device="cuda")
     for part in torch.split(pool, 4096):
         part.normal_()
@@ -237,9 +237,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return a lower bound, in microseconds, for `batch` sequences that share a prefix. The bound is the sum of
-    two times: one for the prefix, and one for the tokens that each sequence has alone. Each of the two is the
-    time to read bytes or the time to compute FLOPs, whichever is longer.
+    """Return a lower bound, in microseconds, for one decode step of `batch` sequences that share a prefix of `prefix`
+    tokens. Each also has `own` tokens alone. The bound is the sum of the times for the prefix and for the other tokens.
+    Each of these two times is the time to read bytes or the time to compute FLOPs, whichever is longer.
     """
 
     def part(tokens_read: int, pairs: int) -> float:
@@ -284,7 +284,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 def latent_rows(rounds: int) -> Iterator[Row]:
     """Yield the report lines for decode over MLA latents. The queries are already projected to the size of a latent.
-    Many heads read the same few bytes, so FLOPs limit the speed about as much as bytes do.
+    Many heads read the same few bytes, so the time of the FLOPs is about as long as the time of the reads.
     """
     from kvloom.kernels.attention import DecodePlan, Shape
 

@@ -11,8 +11,8 @@ from html import escape
 __all__ = ["Bar", "bar_chart"]
 
 WIDTH, LEFT, WORDS, ROW, GAP, TOP = 860, 16, 340, 22, 10, 60
-"""Pixels: width of the chart, left edge of the bars, room for the words after a bar, height of a row, gap between groups,
-and top of the first group."""
+"""Sizes in pixels: width of the chart, left edge of the bars, width of the words after a bar, height of a row, gap
+between groups, top of the first group."""
 COLOURS = ("#0072b2", "#dd9200", "#00916a", "#b9608f", "#cf5a00", "#4aa3d8")
 STYLE = """
   text { font: 13px system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #1b2230; }
@@ -23,8 +23,8 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: the heading under which it stands, the name of its series (which has one colour), its value, and the
-    words after it."""
+    """One bar: the heading above it, the name of its series, its value, and the words after it. All bars of a series
+    have the same colour."""
 
     heading: str
     series: str

@@ -1,13 +1,13 @@
-"""`kvloom bench compare`: kvloom and every installed peer on the same work, in turns, with the ratios as a
-chart.
+"""`kvloom bench compare` runs kvloom and every installed peer (another system) on the same work, in turns, and draws
+the ratios as a chart.
 
     part          work                    peers                                  where the peers are installed
     engine        whole requests          Hugging Face's generate(), vLLM        this interpreter, --vllm-python
     bookkeeping   the cache of a request  vLLM's block manager, SGLang's trees   --vllm-python, --sglang-python
     tiers         writes, reads of pages  LMCache's backends                     --lmcache-python
 
-Each part is a benchmark of its own (`engine`, `index`, `tiers`). This module finds the peers, runs the parts,
-and draws the chart. A ratio above 1 means that kvloom is faster.
+Each part is a benchmark of its own (`engine`, `index`, `tiers`). This module finds the peers, runs the parts, and draws
+the chart. A ratio above 1 means that kvloom is faster.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of kvloom and of a peer for the same work, in one run. `ratio` above 1: kvloom is faster."""
+    """One comparison: the figures of kvloom and of a peer (`theirs`) for the same work, from one run. A `ratio` above 1
+    means that kvloom is faster."""
 
     part: str
     work: str
@@ -251,7 +252,8 @@ def _chart(rows: Sequence[Comparison], rounds: int) -> str:
 
 
 def _built(key: str) -> str:
-    """Return the interpreter of the environment that `make build/KEY/bin/…` creates, or this interpreter."""
+    """Return the Python interpreter of the environment that `make build/KEY/bin/…` creates for a peer. If it does not
+    exist, return this interpreter."""
     python = Path("build") / key / "bin" / "python"
     return str(python.absolute()) if python.exists() else sys.executable
 

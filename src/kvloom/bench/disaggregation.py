@@ -1,4 +1,4 @@
-"""`kvloom bench disaggregation`: prefill and decode workers against the same number of workers that do both.
+"""`kvloom bench disaggregation` compares prefill and decode workers with the same number of workers that do both.
 
 interference   time between the tokens of short streams while long prompts arrive, and the time to first token of
                these prompts. A router sends the same load first to workers that do both, then to prefill and
@@ -6,8 +6,8 @@ interference   time between the tokens of short streams while long prompts arriv
 hand-over      the prefill worker and the decode worker get the same prompt at the same time. The figure is the time
                    between their first tokens, divided by the time of the prefill. The workers have no other work
 
-All workers are `kvloom serve` processes on loopback, with one thread each. With `--pin`, every worker has a
-separate core, if there are enough cores.
+All workers are `kvloom serve` processes on loopback, with one thread each. With `--pin`, every worker has a separate
+core, if there are enough cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["main"]
 
 STREAM_PROMPT, STREAM_TOKENS = 16, 2000
 SETTLE_SECONDS = 2.0
-"""Time in which streams get their first tokens."""
+"""Seconds to wait after the start of the streams, so that all of them get their first tokens."""
 POOL = "256MiB"
 VOCABULARY = 4000
 """Prompts have token ids below this number. The vocabulary of the embedded model contains all of them."""
@@ -202,8 +202,8 @@ async def _interference(
 
 
 def _summary(load: _Load, began: float, ended: float) -> dict[str, Any]:
-    """Return statistics of two kinds of times: the times between tokens of the short streams, for tokens that
-    arrived from `began` to `ended`, and the times to first token of the long prompts."""
+    """Return statistics of two kinds of times: the times between tokens of the short streams, and the times to first
+    token of the long prompts. Only tokens that arrived from `began` to `ended` count for the first kind."""
     gaps = [
         second - first
         for times in load.arrivals

@@ -1,9 +1,9 @@
-"""`kvloom bench encoding`: one encode worker and one other worker against two workers that also encode images.
+"""`kvloom bench encoding` compares an encode worker and another worker with two workers that encode images themselves.
 
-A router sends the same load to both fleets, in turns: text streams, and chats with one new image each. The
-benchmark measures the time between the tokens of the streams, and the time to first token of the chats. The model
-is a LLaVA with random weights, made for the benchmark. All workers are `kvloom serve` processes on loopback, with
-one thread each. With `--pin`, every worker of a fleet has a separate core, if there are enough cores.
+A router sends the same load to both fleets, in turns: text streams, and chats with one new image each. The benchmark
+measures the time between the tokens of the streams, and the time to first token of the chats. The model is a LLaVA with
+random weights, made for the benchmark. All workers are `kvloom serve` processes on loopback, with one thread each. With
+`--pin`, every worker of a fleet has a separate core, if there are enough cores.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["main"]
 NAME = "bench-llava"
 STREAM_TOKENS = 400
 SETTLE_SECONDS = 2.0
-"""Time in which streams get their first tokens."""
+"""Seconds to wait after the start of the streams, so that all of them get their first tokens."""
 REPORT_SECONDS = 2.0
-"""Time in which workers report their last counters."""
+"""Seconds to wait until workers have reported their last counters."""
 TEMPLATE = (
     "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
     "{% endif %}{% endfor %}{% endfor %}"
@@ -177,7 +177,8 @@ class _Load:
     seconds: float = 0.0
 
     async def turn(self, args: argparse.Namespace, number: int) -> None:
-        """Run streams and images. The turn -1 is not measured."""
+        """Run the load once on this fleet: text streams, and chats with images. The turn with the number -1 warms up
+        and is not measured."""
         arrivals: list[list[float]] = []
         streams = [
             asyncio.create_task(self._keep_streaming(f"{number} {i} ", arrivals)) for i in range(args.streams)

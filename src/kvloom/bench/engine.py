@@ -1,8 +1,9 @@
-"""`kvloom bench engine`: whole workloads on kvloom's engine, Hugging Face's generate(), vLLM, and the roofline.
+"""`kvloom bench engine` times whole workloads on kvloom's engine, on Hugging Face's generate() and on vLLM, and
+compares the times with the roofline.
 
-Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. On a CPU the
-runners alternate after each workload. On a GPU they run one after the other, because each takes all of the device's
-memory. Runners of kvloom alternate there too if `--pool` limits their memory.
+Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. A runner is
+one of the compared systems. On a CPU the runners alternate after each workload. On a GPU they run one after the other,
+because each takes all of the device's memory. If `--pool` limits the memory, runners of kvloom alternate on a GPU too.
 Other modules define the workloads (`workloads`), models (`shapes`), lower bounds (`roofline`), runners
 (`engine_runners`, `engine_peers`) and tables (`engine_report`).
 """
@@ -114,7 +115,8 @@ def _check(work: Workload, found: Measurement) -> None:
 def run_one(
     ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """Run all workloads on one runner and add the results to `ran`. Yields after the start and each workload.
+    """Run all workloads on one runner and add the results to `ran`. Yields after the start of the runner and after each
+    workload, so that runners can alternate.
 
     If the runner fails, `ran` contains the results so far and the error."""
     name = NAMES[kind]

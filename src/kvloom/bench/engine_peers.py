@@ -101,8 +101,8 @@ class HuggingFace:
         return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Return how many sequences fit into memory together, from the sizes of their KV cache, of the prefill and of
-        the attention mask.
+        """Return how many sequences fit into memory together. The estimate adds the sizes of their KV cache, of the
+        tensors of the prefill, and of the attention mask.
         """
         length = prompt + output
         cache = sum(
@@ -149,7 +149,7 @@ class UnbatchedHuggingFace(HuggingFace):
 
 
 def _cpu_environment() -> dict[str, str]:
-    """Return environment settings that give vLLM as many threads as torch has in this process. By default, vLLM uses
+    """Return environment variables that give vLLM as many threads as torch has in this process. By default, vLLM uses
     one core."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -167,7 +167,8 @@ def _check_vllm(python: str) -> None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Return the environment without PYTHONPATH. Its paths could replace packages of the other interpreter."""
+    """Return the environment variables without PYTHONPATH, whose paths could replace packages of the other
+    interpreter."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -28,22 +28,22 @@ QUOTED: dict[str, dict[str, float]] = {
         "W1": 14.44, "W2": 30.18, "W3": 9.41, "W3 warm": 9.53, "W4": 11.47, "W5": 2.14, "W6": 14.49, "start": 82,
     },
 }  # fmt: skip
-"""Seconds that vLLM 0.24.0 took for each workload on an H200 in an earlier measurement, and its seconds from start to
-ready with cold compile caches.
+"""Seconds that vLLM 0.24.0 took for each workload on an H200, in an earlier measurement. Also its seconds from start to
+ready, with cold compile caches.
 
 vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of two runs, one with one
 process and one with two processes.
 """
 GOAL_WASTE = 0.04
 """Goal for the wasted share of the pages in use, for workloads of full size. In scaled workloads, sequences are
-shorter, so the partial last block is a larger share."""
+shorter, so their partial last blocks are a larger share."""
 
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """Result of one workload on one runner. `best` is the best round, and `rounds` are the seconds of each round.
-    `prompts` are the seconds of the prompts alone, if they were measured. `processor` is the smallest CPU time of a
-    round in seconds, and is set on a CPU only."""
+    """Result of one workload on one runner. `best` is the fastest round, and `rounds` are the seconds of each round.
+    `first_answers` are the answers of the first round. `prompts` is the time of the prompts alone in seconds, if it was
+    measured. `processor` is the smallest CPU time of a round in seconds, or None on a GPU."""
 
     work: Workload
     best: Measurement
@@ -74,8 +74,8 @@ class WorkloadResult:
 
 @dataclass(slots=True)
 class RunnerResult:
-    """What one runner (kvloom or another engine) achieved. `results` has one entry per workload. `error` is the error
-    that ended the runner, or None."""
+    """One runner (kvloom or another engine), and its results by the name of the workload. `start_s` is the time in
+    seconds until it was ready. `error` is the error that ended the runner, or None."""
 
     name: str
     version: str = ""
@@ -97,8 +97,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one dictionary per workload. Answers of the runners are compared only if `exact` is true, because
-    otherwise rounding can change them."""
+    """Return one dictionary per workload. `floors` has the lower bound of each workload, and `quoted` the seconds of
+    other runs. If `exact` is False, the answers of the runners are not compared, because rounding can change them."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

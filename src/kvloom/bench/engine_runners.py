@@ -1,7 +1,7 @@
 """Runners of `kvloom bench engine`: the Runner protocol, and the runners of kvloom. Peers are in `engine_peers`.
 
-A runner starts on a shape, serves conversations, and returns times, answers and figures. It draws no tokens and
-prints no report.
+A runner builds a model shape, serves conversations, and returns times, answers and figures. The tokens of the
+conversations come from `workloads`, and `engine_report` prints the results.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Measurement:
     """The result of one run of a workload: the seconds from the first submission to the last token, the answers, and
     other figures by name.
 
-    On a CPU, `processor` has the CPU seconds of all threads and processes. Copies to tiers that run after the last
-    token do not count. Their time is the figure `drained_s`.
+    On a CPU, `processor` has the CPU seconds of all threads and processes. The time of copies to tiers after the last
+    token is not part of `seconds`. It is the figure `drained_s`.
     """
 
     seconds: float
@@ -72,8 +72,8 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """Runs conversations on one system. `start_s` is the time in seconds until the model is ready, without Python
-    imports. The report contains `version` and `notes`."""
+    """Runs conversations on one system. `start_s` is the time in seconds until the model is ready, without the time of
+    Python imports. `version` and `notes` are printed in the report."""
 
     name: str
     version: str

@@ -1,4 +1,5 @@
-"""Mixture of experts of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with torch.
+"""The mixture-of-experts part of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with
+torch.
 
 This module defines the calls and their lower bounds. `kernels` times the calls.
 """
@@ -34,8 +35,8 @@ class ExpertWork:
 
 
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of one expert layer in bf16, as two tensors: gate and up projection together, and down
-    projection."""
+    """Return the bf16 weights of one expert layer as two tensors. The first has the gate and up projections, and the
+    second the down projections."""
     gate_up = torch.empty((EXPERTS, 2 * INNER, DIM), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     down = torch.empty((EXPERTS, DIM, INNER), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     return gate_up, down

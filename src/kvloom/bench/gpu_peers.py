@@ -1,7 +1,7 @@
 """Attention libraries as peers of `kvloom bench kernels`, if they are installed.
 
-Each function returns callables that compute one layer over kvloom's pages. FlashInfer plans its work before
-the callables run, and the time of planning is not measured. A missing library has no callable.
+Each function returns callables by the name of the library. A callable computes one layer over kvloom's pages.
+FlashInfer plans its work before the callables run, so the time of planning is not measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""Largest number of splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number of splits
-on the device."""
+"""Largest number of parts into which FlashAttention-3 may split a sequence under CUDA graphs, as in vLLM. The kernel
+chooses the number on the device."""
 
 
 def _library(name: str) -> Any:
@@ -96,7 +96,7 @@ def decode_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Return decode calls of the installed libraries, for bf16 sequences with one query each."""
+    """Return the decode call of each installed library, for bf16 pages and one query per sequence."""
     calls: dict[str, Call] = {}
     flash = _flash3(
         q, k, v, tables, starts, torch.tensor(lengths, dtype=torch.int32, device=q.device), 1, SPLITS, window
@@ -169,7 +169,8 @@ def prefill_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Return causal prefill calls of the installed libraries, for packed queries over pages."""
+    """Return the causal prefill call of each installed library. The queries of all sequences are packed into one
+    tensor, and K and V are in pages."""
     device, calls = q.device, dict[str, Call]()
     longest = max(end - begin for begin, end in pairwise(starts))
     begins = torch.tensor(starts, dtype=torch.int32, device=device)

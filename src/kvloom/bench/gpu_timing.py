@@ -1,4 +1,5 @@
-"""Timing of `kvloom bench kernels`: alternating CUDA-graph replays, and the rates of the roofline."""
+"""Times the calls of `kvloom bench kernels` as alternating replays of CUDA graphs. Also defines the rates of the
+roofline."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def _replay(call: Call, times: int) -> float:
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
     """Return the microseconds of each call. The calls alternate. In each of `rounds` rounds, each call runs `times`
-    times, and the median counts. The smallest median of all rounds is returned.
+    times, and the median of these times is its result. The smallest result over all rounds is returned.
     """
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
@@ -87,8 +88,8 @@ def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, 
 
 
 def agreement(calls: dict[str, Call]) -> str:
-    """Return the difference between kvloom's result and the first peer's result, to check that both did the same
-    work."""
+    """Return a text with the relative difference between the results of the first two calls (kvloom and a peer). It
+    shows whether both did the same work."""
     results = []
     for call in list(calls.values())[:2]:
         out = call()

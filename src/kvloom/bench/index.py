@@ -1,4 +1,5 @@
-"""`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM and SGLang in the same run.
+"""`kvloom bench index` measures the cost of the cache's bookkeeping, and compares it with vLLM and SGLang in the same
+run.
 
 Peers run in a separate process, in this interpreter or in the interpreter of `--peer-python`. `index_work` measures
 kvloom. This module compares and prints.
@@ -39,7 +40,7 @@ def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
 
 
 def run_own(quick: bool = False) -> dict[str, Any]:
-    """Return all figures of kvloom, with the same keys as the peers' figures."""
+    """Return all figures of kvloom, with the same keys as the peers' figures. With `quick`, there are fewer repeats."""
     repeats = 12 if quick else 40
 
     def log(what: str) -> None:
@@ -124,7 +125,7 @@ def _get(figures: dict[str, Any], *keys: str) -> float | None:
 
 
 def scale_rows(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the growth of each operation's time from the small pool to the large pool."""
+    """Return one dictionary per phase of a request: its times in the small and in the large pool, and their ratio."""
     small, large = own["pool"].values()
     phases = ("match", "allocate", "publish", "release", "total")
     return [

@@ -1,7 +1,8 @@
-"""kvloom's part of `kvloom bench index`. It makes the same calls as a scheduler, on a CPU, without a model and
-without page bytes.
+"""kvloom's part of `kvloom bench index`. It makes the same calls to the cache as a scheduler, on a CPU, without a model
+and without page bytes.
 
-Figures are microseconds by phase. Each figure is the lower decile over the repeats.
+Figures are microseconds by phase. Each figure is the lower decile (the value that a tenth of the repeats do not
+exceed).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def life(
     """Return the microseconds of each phase of a request: match, allocate, publish and release. `total` is their sum.
 
     The first `cached` tokens of each request are cached. With `evicting`, no token is cached, and the pool is full of
-    pages of other requests. With `names`, the cache publishes events, so every new block is hashed.
+    pages of other requests. With `names`, the cache has a listener for events, so it hashes every new block.
     """
     shape = layout_of(layout)
     slabs = _slabs(shape, tokens, 6 if evicting else 2 * repeats)
@@ -90,8 +91,9 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token
-    for each sequence. In most steps about 1 / `crossing` of the sequences fill a block.
+    """Return the microseconds of one decode step of `batch` sequences with about `context` tokens each. The step
+    reserves a slot and commits a token for each sequence. In most steps about 1 / `crossing` of the sequences fill a
+    block.
     """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
@@ -154,8 +156,8 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """Return the microseconds of each phase of a request in a full cache of `blocks` blocks, where the request evicts
-    other blocks. Also return the bytes of bookkeeping per cached block.
+    """Return the microseconds of each phase of a request that evicts blocks from a full cache of `blocks` blocks. Also
+    return the bytes of bookkeeping per cached block.
     """
     shape = layout_of("full")
     draw = _drawer()

@@ -76,7 +76,7 @@ def expert_rows(rounds: int) -> Iterator[Row]:
 
 
 def _wall(call: Call) -> float:
-    """Return the wall-clock microseconds from the start of a call until its copies are done."""
+    """Return the wall-clock microseconds from the start of a call until the copies that it started are done."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call().synchronize()

@@ -1,9 +1,10 @@
 """`kvloom bench kills` kills workers, engines and routers under load (`kill -9`), and counts wrong and lost answers.
 
-Workers and routers run on loopback, and are started again after a kill. Clients send requests with known answers: streams and
-whole answers, greedy and seeded. If a router dies, its client sends the request to another router, like a client behind a load
-balancer. An answer is wrong if it differs from the known answer. A request is lost if it has no answer at its deadline, or if a
-living router returns an error. If any answer is wrong or lost, the exit status is 1.
+Workers and routers run on loopback, and are started again after a kill. Clients send requests with known answers:
+streamed and whole answers, greedy and with a seed. If a router dies, its client sends the request to another router,
+like a client behind a load balancer. An answer is wrong if it differs from the known answer. A request is lost if it
+has no answer at its deadline, or if a living router returns an error. If an answer is wrong, or a request is lost, the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ class _Clients:
         self.is_done = False
 
     async def run(self, number: int) -> None:
-        """Send requests one after the other until all kills are done."""
+        """Send the requests of one client, one after the other, until all kills are done. `number` is the number of the
+        client."""
         turn = number
         while not self.is_done:
             turn += 1
@@ -230,8 +232,8 @@ class _Clients:
 
     @staticmethod
     def _died(router: _Server, since: float) -> bool:
-        """Return whether a router died after the time `since`, or less than 30 seconds before `since`. In the second
-        case, the router may still be starting."""
+        """Return whether a router died after the time `since`, or within the 30 seconds before it. A router that died
+        before `since` may still be starting."""
         return any(death > since - 30 for death in router.deaths)
 
     async def ask(self, url: str, path: str, body: dict[str, Any], stream: bool) -> str:
@@ -363,7 +365,8 @@ async def _is_healthy(session: Any, url: str) -> bool:
 
 
 async def _count(session: Any, url: str, counters: dict[str, int]) -> None:
-    """Add the counters of a router to the totals, before the router is killed."""
+    """Add the counters of a router to the totals in `counters`. This must happen before the router is killed, because
+    its counters are then lost."""
     import aiohttp
 
     with suppress(OSError, aiohttp.ClientError, TimeoutError):

@@ -1,5 +1,5 @@
-"""Measures the time to copy and to read pages, whole and layer by layer. The difference is the cost of loading layers
-in the order in which the model computes them.
+"""Measures the time to copy and to read pages, whole and layer by layer. The difference of the two times is the cost of
+loading the layers in the order in which the model computes them.
 
 A page has all layers of its tokens in contiguous bytes. To load the first layer of many pages first, each page is
 copied or read in one piece per layer. The benchmark uses tiers without an engine.

@@ -30,8 +30,8 @@ SERVER_SECONDS = 120.0
 
 
 class _World:
-    """One backend of LMCache, and the memory that the benchmark copies. `put` stores all pages and `get` reads them.
-    Both return when the bytes have arrived.
+    """The memory that the benchmark copies, and LMCache's CPU backend, which most other backends use. `put` and `get`
+    of a backend store and read all pages, and return when the bytes have arrived.
     """
 
     def __init__(self, page: int, total: int) -> None:
@@ -193,12 +193,12 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 class _MultiProcess:
-    """LMCache's multi-process server, which stores blocks of a KV cache. This class makes the same calls as
-    LMCache's worker in an engine without a GPU. Each request has 32 MiB.
+    """LMCache's multi-process server, which stores blocks of a KV cache. This class makes the same calls as LMCache's
+    worker in an engine without a GPU. Each request stores or retrieves up to 32 MiB.
 
-    Blocks are looked up before they are retrieved. The time of the lookup counts as store time, because only the
-    lookup shows that the store has ended. `mode` selects the process that copies: the server, which maps the cache,
-    or the worker, which copies into the server's shared memory.
+    `put` ends with a lookup of the blocks, because only a lookup shows that the store has ended. The time of the lookup
+    therefore counts as store time. `mode` selects the process that copies: the server, which maps the cache, or the
+    worker, which copies into the server's shared memory.
     """
 
     def __init__(self, world: _World, mode: str) -> None:
@@ -239,7 +239,7 @@ class _MultiProcess:
         return [*command, "--shm-name", f"kvloom-bench-{os.getpid()}-{port}"]
 
     def _requests(self) -> list[tuple[range, Any]]:
-        """Return the pages of each request of this round, with their key."""
+        """Return the requests of this round. Each is a range of pages, and the key of these pages."""
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
         world = self.world
@@ -267,8 +267,8 @@ class _MultiProcess:
             self._wait_for(len(pages), key)
 
     def _wait_for(self, pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages. The wait is needed because the server confirms a store before the store
-        has ended. The lookup also takes the read locks of the pages.
+        """Wait until a lookup finds all `pages` pages of a request. The wait is needed because the server confirms a
+        store before the store has ended. The lookup also takes the read locks that `get` needs.
         """
         client, seconds = self._client, SERVER_SECONDS
         deadline = time.monotonic() + seconds

@@ -1,11 +1,12 @@
-"""Measures the decision to load or recompute a long prompt, for disks of any speed. Needs no GPU.
+"""Measures how well the engine decides which part of a long prompt to load and which to recompute, for disks of any
+speed. Needs no GPU.
 
     computing   a tiny model runs; the engine then sleeps until the step has taken as long as on a simulated GPU
     loading     a disk tier sleeps in each read, so that it has the simulated throughput
     result      time to first token if the engine decides, divided by the time to compute the whole prompt
 
-The engine runs with its own scheduler, tiers, threads and clocks. On an overloaded machine, sleeps take too
-long, and the result is wrong.
+The engine runs with its own scheduler, tiers, threads and clocks. On an overloaded machine, sleeps take too long, and
+the result is wrong.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ engine has when the prompt arrives.
 """
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
-"""Number of bytes of one read (two pages), and number of concurrent reads. The prompt then needs as many reads as a
-prompt of 16,384 tokens of an 8B model.
+"""PIECE is the number of bytes of one read (two pages), and PIECES is the number of concurrent reads. With these
+values, the prompt needs as many reads as a prompt of 16,384 tokens of an 8B model.
 """
 BASE, GROWTH = 0.012, 0.45
-"""BASE is a fixed time of each step, in seconds. The time per token grows over a prompt: from its first to its last
-token by GROWTH times the mean.
+"""BASE is a fixed time of each step, in seconds. The time per token grows over a prompt. Between its first and its last
+token, it differs by GROWTH times the mean time per token.
 """
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Simulates a device. A launch returns at once, and the result is ready after the simulated time."""
+    """Simulates the speed of a device for an engine. The tiny model computes a step at once, and the engine gets the
+    result only after the simulated time of the step."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -111,8 +113,8 @@ class PacedEngine:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
     def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
-        """Run a prompt. Return the seconds to its first token, its number of cached tokens, and the number of tokens
-        that each step computed."""
+        """Run a prompt, without cached pages if `read` is False. Return the seconds to its first token, its number of
+        cached tokens, and the number of tokens that each step computed."""
         self.device.tokens = []
         began = time.perf_counter()
         request = self.engine.add(tokens, FIRST, CacheControl(read=read))

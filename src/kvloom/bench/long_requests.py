@@ -1,5 +1,6 @@
-"""Cost of cold pages: pages of a running request that stay in host memory, because the request is longer than the pool.
-The same request runs in a pool that is large enough for it, and in a quarter of that pool. Both have a host tier.
+"""Measures the cost of cold pages: pages of a running request that stay in host memory, because the request is longer
+than the pool. The same request runs in a pool that is large enough for it, and in a pool of a quarter of this size.
+Both engines have a host tier.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ OUTPUT = 32
 
 
 def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Return the median seconds to the first token and per further token in both pools, and whether the outputs in both
-    pools have the same tokens.
+    """Return, for both pools, the median seconds to the first token and per further token. Also return whether the
+    outputs in both pools have the same tokens.
     """
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size

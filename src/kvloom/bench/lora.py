@@ -1,4 +1,4 @@
-"""`kvloom bench lora`: the cost of LoRA adapters: tokens per second with adapters, divided by those without, in one run.
+"""`kvloom bench lora` measures tokens per second with and without LoRA adapters in one run, and their ratios.
 
 Four engines on the same weights alternate, so that a disturbance of the machine affects all of them:
 
@@ -9,8 +9,8 @@ Four engines on the same weights alternate, so that a disturbance of the machine
 | one      | with adapters      | all with the same adapter                  |
 | mixed    | with adapters      | base model and all adapters, in turn       |
 
-Adapters have random weights for all layers that they may target. `prompt` is the rate of prompt tokens, and `decode`
-the rate of output tokens.
+Adapters have random weights for all linear layers that an adapter may target. `prompt` is the number of prompt tokens
+per second, and `decode` the number of output tokens per second.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Path:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], names: Sequence[str | None], tokens: int
 ) -> tuple[float, float]:
-    """Run prompts together. Return prompt tokens per second until all have a first token, and then output tokens per
-    second until the first request finishes."""
+    """Run prompts together. Return two rates: prompt tokens per second until all requests have a first token, and
+    output tokens per second from then until the first request finishes."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 

@@ -38,8 +38,8 @@ LONGEST_SECONDS = 60.0
 def _measure(
     rounds: int, arguments: list[str], progress: Callable[[int, int], None] | None
 ) -> dict[str, Any]:
-    """Return a report with the seconds from the arrival of a prompt to the first growth of its model's pool, one value
-    per round. The two models swap roles after each round."""
+    """Return a report with one value per round: the seconds from the arrival of a prompt until the pool of its model
+    first grows. The busy and the idle model change places after each round."""
     named = [part for name in NAMES for part in ("--name", name)]
     process, url, _, _ = started(
         ["kvloom-llama", "kvloom-llama", *named, "--memory", str(MEMORY), "--token-budget", "128", *arguments]

@@ -1,8 +1,9 @@
-"""`kvloom bench metrics`: cost of the server's metrics, request records, stats messages and scrapes.
+"""`kvloom bench metrics` measures the cost of the server's metrics, request records, stats messages and scrapes (reads
+of /metrics).
 
 The benchmark has two results. For the first, each part is timed alone and multiplied by its rate under a load. For the
-second, the same load runs on a server with metrics, which are scraped every second, and on a server without
-metrics (`--no-metrics`). On a busy machine the second result has an error of several percent, so use the first.
+second, the same load runs on a server with metrics, which are scraped every second, and on a server without metrics
+(`--no-metrics`). On a busy machine the second result has an error of several percent, so use the first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ PROGRESS_REPORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The CPU time that metrics cost, in microseconds: for a token of a stream, for a request with its progress
-    messages, for one stats message, and for one scrape."""
+    """The CPU time that metrics cost, in microseconds: per streamed token, per request with its progress messages, per
+    stats message, and per scrape (read of /metrics)."""
 
     token: float
     request: float
@@ -132,7 +133,8 @@ def _timed(what: Callable[[], object], times: int) -> float:
 
 
 def measure(load: Load, processes: list[int], scrape: bool) -> Turn:
-    """Put a load on a server and measure it. Raises RuntimeError if a request fails."""
+    """Put a load on a server, and measure its throughput and CPU time. With `scrape`, also read /metrics every second.
+    Raises RuntimeError if a request fails."""
 
     async def run() -> tuple[int, float]:
         scraper = asyncio.create_task(_scrape(load.url)) if scrape else None
@@ -200,8 +202,8 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
 
 
 def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: float) -> dict[str, Any]:
-    """Return medians of the measurements and of their ratios, and the estimate from single parts. A ratio above 1
-    means that metrics cost time."""
+    """Return the medians of the measurements and of their ratios, and the cost that is estimated from `parts`. A ratio
+    above 1 means that metrics cost time."""
     speed = sorted(off.tokens_per_second / on.tokens_per_second for on, off in turns)
     cpu = sorted(on.cpu_us_a_token / off.cpu_us_a_token for on, off in turns)
     middle = {

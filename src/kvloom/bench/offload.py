@@ -1,4 +1,4 @@
-"""`kvloom bench offload`: benefit and cost of tiers in an engine.
+"""`kvloom bench offload` measures the benefit and the cost of tiers in an engine.
 
 | part              | measures                                                                                       |
 |-------------------|------------------------------------------------------------------------------------------------|
@@ -228,8 +228,9 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Return times to first token of prompts whose pages are on disk, and of prompts that are computed. The two kinds
-    alternate. For the first kind, the engine decides whether to load or to recompute."""
+    """Run a new prompt twice in each round: first without cached pages, then with its pages only on disk. In the second
+    run, the engine decides whether to load or to recompute them. Return the median times to first token of both runs,
+    and their ratio."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
@@ -269,7 +270,8 @@ def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tup
 def workloads(
     shape: str, device: str, pool: int, host: str, works: Sequence[Workload], rounds: int
 ) -> list[dict[str, Any]]:
-    """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios.
+    """Run each workload with and without the host tier, alternating. In the result, the ratio of the two times is the
+    median over the rounds.
 
     The measured seconds end with the last token. The time of later copies to host memory is reported separately, as
     `drained_s`."""

@@ -1,5 +1,5 @@
-"""Cost of offloading for the engine thread. Many sequences finish at the same time, and all their pages are
-offloaded.
+"""Measures the cost of offloading for the engine thread. Many sequences finish at the same time, and all their pages
+are offloaded.
 
 The benchmark uses a cache, a pool and a host tier with the pages of a shape, without the model. Pages are really
 copied. The time to start the copies is reported separately.
@@ -27,11 +27,12 @@ __all__ = ["measure_offload_cost"]
 TOKENS = 640
 """Number of tokens per sequence: prompt and output of workload W1."""
 STEPS = 4
-"""Number of engine steps over which the ends of the sequences are spread."""
+"""Number of engine steps in which the sequences finish: an equal part of them in each step."""
 
 
 class _TimedHostPages(HostPages):
-    """Host pages that measure the time to start copies. On a CPU, this time includes the copying."""
+    """Host pages that measure the time to start copies to host memory. On a CPU, a copy is done when its start returns,
+    so this time includes the copying."""
 
     seconds = 0.0
 
@@ -46,11 +47,11 @@ class _TimedHostPages(HostPages):
 def measure_offload_cost(
     shape: str, device: str, scale: float, rounds: int, pool: int, host: int
 ) -> list[dict[str, Any]]:
-    """Return two results: for a host tier with free space, and for a full host tier. Each has microseconds per page, as
-    medians of `rounds` rounds.
+    """Return two results: for a host tier with free space, and for a full host tier. All times are microseconds per
+    page, as medians of `rounds` rounds.
 
-    `close` is the time to close the sequences, which hashes and queues their pages. `offload` is the time to place
-    the pages in host memory and publish them. `copy` is the time to start the copies. There are 256 sequences times
+    `close` is the time to close the sequences, which hashes and queues their pages. `offload` is the time to place the
+    pages in host memory and publish them. `copy` is the time to start the copies. There are 256 sequences times
     `scale`, or as many as fit into `pool` and `host`.
     """
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
@@ -108,8 +109,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies. Return the seconds spent in the calls of `poll`, without the time between these
-    calls."""
+    """Wait for pending copies. Return the seconds that the calls of `poll` took, without the time between the calls."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

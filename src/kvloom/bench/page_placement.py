@@ -1,5 +1,4 @@
-"""Moves pages to the locations that a benchmark needs. Pages can be stored in all tiers, evicted from the pool, or
-evicted from host memory."""
+"""Brings pages to the locations that a benchmark needs: into all tiers, out of the pool, or out of host memory."""
 
 from __future__ import annotations
 

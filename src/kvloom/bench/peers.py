@@ -1,8 +1,8 @@
-"""Cost of the peers' cache bookkeeping on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
+"""Measures the cost of the peers' cache bookkeeping on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
 
-This module makes the same calls as the schedulers of the peers and returns microseconds (lower deciles). It needs
-only numpy and the peer, so it also runs in another interpreter. `python -m kvloom.bench.peers --json` prints one
-JSON object. The module is a single file, so it can also be started by its path.
+This module makes the same calls as the schedulers of the peers and returns microseconds (lower deciles). It needs only
+numpy and the peer, so it also runs in another interpreter. `python -m kvloom.bench.peers --json` prints one JSON
+object. The module is a single file, so it can also be started by its path.
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ def vllm_life(
 ) -> Figures:
     """Return the microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
 
-    The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and
-    `total`. allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note`
-    is a remark about the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the
-    pool is full of other requests' blocks. Then no token is a hit, and the allocation evicts blocks. The
-    scheduler's own work and its admission check are not counted.
+    The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and `total`.
+    allocate_slots also publishes blocks, so `publish` is 0. `hit` is the number of cached tokens found, and `note` is a
+    remark about the layout.
+
+    A request has `tokens` tokens, of which the first `cached` are cached. With `evicting`, the pool is full of other
+    requests' blocks instead: no token is a hit, and the allocation evicts blocks. The scheduler's own work and its
+    admission check are not measured.
 
     vLLM's own code groups the layers of these layouts:
 
@@ -141,9 +143,9 @@ def vllm_decode_step(
     """Return the microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
     `allocate` is the time of allocate_slots for one token of each request. `append` is the time of
-    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum.
-    Lengths start at `context` and are spread over one block, so that in each step one request in `block` begins a
-    new block."""
+    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum. The
+    requests have different lengths, from `context` to `context` plus one block, so that in each step one of `block`
+    requests begins a new block."""
     peer, draw = _vllm(layout, block, batch * (context + steps), batch), _drawer()
     requests = [peer.request(draw(context + i * peer.block // batch)) for i in range(batch)]
     for request in requests:
@@ -222,7 +224,7 @@ def sglang_tree(
 
 @dataclass(frozen=True)
 class _Vllm:
-    """A KVCacheManager over one layout. It is called in the same way as by vLLM's scheduler."""
+    """vLLM's KVCacheManager for one layout. The methods call it in the same way as vLLM's scheduler does."""
 
     manager: Any
     request: Callable[[list[int]], Any]  # requests whose blocks are not hashed yet
@@ -262,8 +264,8 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Return the positions where prefill steps of vLLM's scheduler end, for a prompt that resumes at `start` and
-        would fit into one step.
+        """Return the positions at which vLLM's scheduler ends prefill steps, for a prompt that resumes at `start`. The
+        prompt would otherwise fit into one step.
 
         A model without states needs one step. With states, vLLM also ends a step at three other positions, because
         states are cached only at the end of a step: the next block boundary after a hit, the last block boundary of the
@@ -277,7 +279,8 @@ class _Vllm:
         return sorted(end for end in ends if start < end <= tokens)
 
     def end_step(self) -> None:
-        """Collect the results of a step like the scheduler, and release blocks that were retained for copies."""
+        """Make the calls that vLLM's scheduler makes at the end of a step. They release blocks that were retained for
+        copies."""
         self.manager.take_boundary_state_offloads()
         copied = self.manager.take_kv_cache_block_copies()[1]
         if copied:
@@ -381,7 +384,8 @@ def _sglang_cache(core: str, page: int) -> Any:
 
 
 def _stub(name: str) -> Any:
-    """Return a stub for any name. It is a class if the name is capitalised, else a function that returns 0."""
+    """Return a stub that replaces the object `name` of an SGLang module. It is a class if the name is capitalised, else
+    a function that returns 0."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name[0].isupper():
@@ -444,7 +448,7 @@ def _drawer() -> Callable[[int], list[int]]:
 
 def _typical(times: dict[str, list[float]]) -> Figures:
     """Return the microseconds of each phase and of the sum of all phases, without the warm-up. The figures are lower
-    deciles, which tolerate disturbances."""
+    deciles, which occasional disturbances hardly change."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
     return {
         name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()

@@ -1,4 +1,4 @@
-"""Waste of the pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
+"""Measures the waste of the pages in use, and how many requests fit into a pool. Needs no model and no page bytes.
 
 waste     fraction of the bytes in use that running sequences do not need: the unused end of the last block of a
           sequence, tokens before its window in the first block of the window, and padding
@@ -56,9 +56,9 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return how many token slots are wasted in the pages of the sequences `rows` (row numbers in the block
-    tables). A slot is needed if the last token of some sequence can read it. Otherwise it is wasted. `table` is
-    the block table of a layer group ([all row numbers, blocks]).
+    """Return how many token slots are wasted in the pages of some sequences. A slot is wasted if the last token of no
+    sequence can read it. `table` is the block table of a layer group [rows, blocks]. `rows` are the rows of the
+    sequences in it, and `lengths` are their numbers of tokens. `block` is the number of tokens of a block.
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)
@@ -76,8 +76,8 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens`, where `tokens[i]` belongs to `pages[i]`. If a page occurs several times, only its
-    smallest entry counts. Entries of page 0 (no page) do not count."""
+    """Return the sum of `tokens`, in which each page counts once. `tokens[i]` belongs to `pages[i]`. If a page occurs
+    several times, its smallest number counts. Page 0 (no page) does not count."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)
@@ -85,8 +85,8 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Measures the waste when the most pages are in use. The waste changes a lot if many blocks become full in the same
-    step, so the result is the mean over several samples near this peak.
+    """Measures the waste at the time when the most pages are in use. The waste changes a lot if many blocks become full
+    in the same step. The result is therefore the mean of several samples near this time.
     """
 
     SHARE = 0.01
@@ -125,11 +125,11 @@ class PeakUsage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of requests of `tokens` tokens that fit into a pool together: as measured, and as planned by `kvloom
-    plan`.
+    """The number of requests of `tokens` tokens that fit into a pool together: as measured (`kvloom`, `uniform`), and
+    as planned by `kvloom plan` (`planned`, `planned_uniform`).
 
-    The measurement runs twice: with the visibility of each layer, and with full visibility in all layers (uniform
-    paging).
+    `kvloom` frees the pages that a layer can no longer read. `uniform` keeps all pages of all layers, as if every layer
+    had full attention.
     """
 
     model: str
@@ -155,8 +155,8 @@ class Capacity:
 def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
     """Return how many distinct sequences of `tokens` tokens fit into a pool together.
 
-    Each sequence is extended in chunks, as in an engine, so that windows free pages. Chunks shrink when pages are
-    short."""
+    Each sequence is extended in chunks, as in an engine, so that pages outside windows are freed. If pages are missing
+    for a chunk, a smaller chunk is tried."""
     layout = PoolLayout.build(layers)
     most = pool_bytes // layout.slab_bytes_for(tokens) + 2
     # Slab 0 is reserved for the engine.
@@ -180,7 +180,7 @@ def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: i
 
 
 def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
-    """Measure and plan the capacity of a pool. Needs no weights and no device."""
+    """Measure how many requests fit into a pool, and compute the planned number. Needs no weights and no device."""
     from kvloom.plan import Load, make_plan
 
     plan = make_plan(spec, Load(tokens), gpu_memory=pool_bytes)

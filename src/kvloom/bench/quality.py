@@ -1,4 +1,4 @@
-"""`kvloom bench quality`: perplexity of texts with quantised K and V.
+"""`kvloom bench quality` measures the perplexity of texts with quantised K and V.
 
 The text is split into windows. Each window is a separate sequence, computed in chunks, so that queries read K and V
 from pages. No window hits the cache. The same tokens are computed with every KV dtype, and each result is compared with
@@ -35,7 +35,7 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 @dataclass(frozen=True, slots=True)
 class Quality:
     """How well a model predicts a text with one KV dtype. `nats` has the loss of each token, and `choices` has the most
-    likely token at each position.
+    likely token at each position. `bytes_per_token` is the size of K and V.
     """
 
     nats: torch.Tensor

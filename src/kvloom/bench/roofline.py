@@ -1,5 +1,5 @@
-"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
-whichever is longer. The bound is the sum over operations. A pass is one forward pass of the model.
+"""Computes a lower bound of a workload's time on an H200. An operation takes the time to move its bytes or to compute
+its FLOPs, whichever is longer. The bound is the sum over all operations. A pass is one forward pass of the model.
 
     operation  counted                                                  bytes                    FLOPs
     dense      every matrix but embeddings and head, over all tokens    weights, once per pass   2 per weight and token
@@ -9,8 +9,8 @@ whichever is longer. The bound is the sum over operations. A pass is one forward
     state      recurrent states of all sequences                        states, read and written 0
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
-computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,
-sampling, launches and the host take no time.
+computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations, sampling,
+launches and the host take no time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Roofline:
         return LowerBound(prompts[0], decode[0], prompts[1], decode[2])
 
     def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
-        """Yield the cached and the new tokens of each turn's prompt. The last token of an answer is not cached."""
+        """Yield the numbers of cached and of new tokens of each turn's prompt. The last token of an answer is not
+        cached, so it is a new token of the next prompt."""
         before, new = work.prefix, work.prompt
         for _ in range(work.turns):
             yield before, new
@@ -141,8 +142,8 @@ class Roofline:
 
 
 def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
-    """Return the number of K and V tokens that a layer reads in a pass, and the number of its query-key pairs. A
-    token that several sequences read counts once."""
+    """Return how many tokens' K and V a layer reads in a pass, and the number of its query-key pairs. A token of a
+    shared prefix is read only once for all sequences of its group."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
     first, end = span.first_visible(step.cached), step.cached + step.new

@@ -1,6 +1,6 @@
-"""`kvloom bench router`: cost of the router itself.
+"""`kvloom bench router` measures the cost of the router itself.
 
-events    blocks per second that one process reads from encoded batches into its index
+events    blocks per second that one process decodes from batches of events and adds to its index
 score     time to find the cached prefix of a prompt on all workers, and to choose a worker
 latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and
           through the router. The worker answers at once, so that its own time does not count
@@ -108,8 +108,8 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Each worker has
-    four open requests. Returns medians over many prompts."""
+    """Measure two times: to find how many tokens of a prompt each worker has cached, and to choose a worker. Each
+    worker has four open requests. Returns medians over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes

@@ -89,8 +89,8 @@ class _Client(asyncio.Protocol):
 
 
 async def send_load(url: str, rate: int, seconds: int) -> list[float]:
-    """Send `rate` requests per second for `seconds` seconds. Return the seconds to the first byte of each answer.
-    Another second of load runs first, and is not measured.
+    """Send `rate` requests per second for `seconds` seconds. Return the seconds to the first byte of each answer. One
+    more second of load runs before, and is not measured.
 
     Raises TimeoutError if answers are missing 30 seconds after the last request.
     """

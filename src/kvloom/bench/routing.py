@@ -1,14 +1,12 @@
-"""`kvloom bench routing`: sessions of agents over several real workers on loopback, for each router.
+"""`kvloom bench routing` compares routers, which send the same sessions of agents to several real workers on loopback.
 
-`agent_sessions` creates the load. In each round, all routers get the same sessions, one router after the other.
-The order of the routers changes with the round. All routers use the same worker processes, and each run starts
-a new router process. The prompts of each run begin with different words, so that no run hits pages of another
-run.
+`agent_sessions` creates the load. In each round, all routers get the same sessions, one router after the other. The
+order of the routers changes with the round. All routers use the same worker processes, and each run starts a new router
+process. The prompts of each run begin with different words, so that no run hits pages of another run.
 
-The hit rate is the share of cached prompt tokens that the workers report. With prefill workers it
-includes the pages that decode workers pulled from prefill workers. The hit rate is compared with the hit
-rates of two other caches, which get the prompts in the order of sending: an unlimited cache, and a single
-LRU cache as large as all pools.
+The hit rate is the share of cached prompt tokens that the workers report. With prefill workers, pages that decode
+workers pulled from prefill workers count as cached. The report also states the hit rates that two other caches would
+have for the same prompts: an unlimited cache, and a single LRU cache as large as all pools together.
 """
 
 from __future__ import annotations
@@ -300,7 +298,7 @@ class _Client:
         self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def result(self, blocks: int) -> dict[str, Any]:
-        """Return the figures. `blocks` is the size of all pools together."""
+        """Return the figures. `blocks` is the size of all pools together, in blocks."""
         hits, total = shared_tokens(self.prompts)
         times = self.times or [0.0]
         p50, p99 = np.quantile(times, (0.5, 0.99))

@@ -1,5 +1,4 @@
-"""`kvloom bench serve` puts a load on a server. The load is many concurrent streams, and each stream is restarted
-when it ends.
+"""`kvloom bench serve` puts a load on a server: many concurrent streams. When a stream ends, a new one starts.
 
 Without --url, a server is started with the embedded model, and the memory of its processes is sampled. The client
 parses little, because it shares the cores with the server. Any server with OpenAI's /v1/completions can be tested.
@@ -44,8 +43,8 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are random token ids below `vocabulary`.
-    All prompts begin with the same `shared` tokens.
+    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are `prompt` random token ids below
+    `vocabulary`. All prompts begin with the same `shared` tokens.
 
     The length of an answer is between half of `tokens` and `tokens`. `key` is an API key. Loads with different values
     of `seed` have different prompts.
@@ -88,9 +87,9 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams, with times in seconds. `pieces` counts the messages of all streams. `first` has the times
-    to first token, and `between` the times between later messages. `arrivals` has the time of each first token since
-    the start of the load. `memory` has samples in MiB.
+    """Results of all streams, with times in seconds. `pieces` is the number of messages of all streams. `first` has the
+    times to first token, and `between` the times between later messages. `arrivals` has the times of the first tokens,
+    counted from the start of the load. `memory` has samples of the memory of processes, in MiB.
     """
 
     requests: int = 0
@@ -123,7 +122,7 @@ class Seen:
     def _growth(self) -> dict[str, float]:
         """Return the memory growth of each process from the middle to the end of the run.
 
-        Pool memory is allocated at its first use, so a pool that is still filling counts as growth."""
+        The system allocates pool memory at its first use, so a pool that is still filling causes growth."""
         if len(self.memory) < 4:
             return {}
         warm, last = self.memory[len(self.memory) // 2], self.memory[-1]
@@ -248,8 +247,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """Start a server. Return its process, its address, the name of its first model, and the id of an engine
-    process."""
+    """Start a server. Return its process, its address, the name of its first model, and the process id of an engine."""
     command = [
         sys.executable,
         "-m",

@@ -1,7 +1,7 @@
 """The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its
 trained weights.
 
-A real shape is the name of a config that is part of the package.
+Most real shapes use a config that is part of the package. The other shapes have their configs in this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model shape. Without `config`, the package's config with the name of the shape is used.
+    """A model shape. If `config` is empty, the package's config with the name of the shape is used.
 
     `small` shapes run on a CPU in float32, with scaled workloads. `embedded` is the name of an embedded model.
     """
@@ -185,7 +185,8 @@ def hf_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """Build a model on the device, with random weights or with the weights of the config's folder.
+    """Build a model on the device. It has the weights in the config's folder if there are any, and random weights
+    otherwise.
 
     The same seed gives the same weights on the same device. On "meta" there are no weights."""
     import transformers

@@ -1,4 +1,4 @@
-"""`kvloom bench speculation`: tokens per second with and without drafts, and the ratio of the two, measured in one run.
+"""`kvloom bench speculation` measures tokens per second with and without drafts in one run, and their ratio.
 
 Engines with and without speculation alternate, so that a disturbance of the machine affects both. Outputs are compared,
 because greedy tokens must be the same. The prompts are made from Python's standard library:
@@ -8,12 +8,12 @@ because greedy tokens must be the same. The prompts are made from Python's stand
 | continue  | the beginning of a module                                     | what the model writes          |
 | edit      | a part of a module                                            | this part with renamed names   |
 
-The embedded models are too small to edit a text. In the case "edit", the edited text replaces the sampler's choice. The
-model and the drafts do the same work as if the model had edited the text.
+The embedded models are too small to edit a text. In the case "edit", the tokens of the edited text therefore replace
+the tokens that the sampler chooses. The model and the drafts do the same work as if the model had edited the text.
 
 With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens` tokens.
-Each draft token is correct with the probability `--acceptance`, and takes no time to propose. This measures
-verification alone, with drafts in every step ("always") and with the controller.
+Each draft token is correct with the probability `--acceptance`, and takes no time to propose. The result is the cost of
+verification alone, with drafts in every step ("always"), and with the controller, which decides when to draft.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ MODULES = [
 @dataclass(frozen=True, slots=True)
 class Row:
     """One case: tokens per second without drafts (`plain`) and with drafts (`drafted`), their ratio, and the share of
-    accepted draft tokens. `tokens_per_row` is the number of tokens that a sequence gains in a step that verifies its
-    draft. `decision` has the controller's reasons.
+    accepted draft tokens. `tokens_per_row` is the mean number of tokens that a sequence gains in a step that verifies
+    its draft. `decision` states why the controller drafts or does not draft.
     """
 
     case: str
@@ -92,7 +92,8 @@ def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list
 
 
 def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
-    """Replace the tokens that an engine's sampler chooses by the given output of each prompt."""
+    """Make an engine generate given outputs: `outputs` maps a prompt to the tokens that replace the sampler's
+    choices."""
     import numpy as np
     import torch
 
@@ -117,10 +118,11 @@ def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together. Return the decoded tokens per second and the requests.
+    """Run prompts one after the other or, if `together`, at the same time. Return the decoded tokens per second and the
+    requests.
 
-    The time of prompts does not count. Requests that run together are measured until the first request finishes, so
-    that every measured step has all streams."""
+    The time of prompts does not count. Requests that run at the same time are measured until the first of them
+    finishes, so that all requests take part in every measured step."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
@@ -182,7 +184,7 @@ def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
 
 
 class Oracle:
-    """Proposes the tokens of known outputs. Each token is correct with the probability `chance`."""
+    """Proposes drafts from known outputs. Each draft token is correct with the probability `chance`."""
 
     name = "oracle"
     is_lookup = False

@@ -1,4 +1,5 @@
-"""Recurrent layers of `kvloom bench kernels`: causal conv, Mamba-1, Mamba-2 and the gated delta rule at models' sizes.
+"""The recurrent layers of `kvloom bench kernels`: causal conv, Mamba-1, Mamba-2 and the gated delta rule, in the sizes
+of real models.
 
 | layer  | size as in      | shape                                                  |
 |--------|-----------------|--------------------------------------------------------|
@@ -7,7 +8,8 @@
 | mamba2 | Mamba-2 2.7B    | 80 heads of 64 dims, 128 states                        |
 | delta  | Qwen3-Next      | 32 value heads over 16 key heads, states of 128 by 128 |
 
-The lower bound counts every input, output and state once, at the rate of copying. `gpu_timing` measures the time.
+The lower bound is the time to move every input, output and state once, at the rate of a memory copy. `gpu_timing`
+measures the time.
 """
 
 from __future__ import annotations

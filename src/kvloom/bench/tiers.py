@@ -1,4 +1,5 @@
-"""`kvloom bench tiers`: throughput of every tier, of its medium alone, and of LMCache, with the same bytes in one run.
+"""`kvloom bench tiers` measures the throughput of every tier, of its medium without a tier, and of LMCache, with the
+same bytes in one run.
 
 The tier, its medium and LMCache alternate, and each figure is the best of its rounds. Tiers that are not available on
 this machine are reported.
@@ -98,7 +99,8 @@ class LMCache:
         return reply
 
     def moved(self, backend: str, page: int, total: int) -> dict[str, float]:
-        """Return the seconds of one round by operation. The result is empty if the backend is unavailable."""
+        """Run one round in LMCache, and return its seconds by operation. The result is empty if the backend is
+        unavailable."""
         if backend in self.missing:
             return {}
         try:
@@ -124,8 +126,8 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """Return one `Row` per operation and per backend of LMCache. Every round verifies the bytes that each side has
-    read."""
+    """Return one `Row` per operation (write, read) and per backend of LMCache. Every round verifies the bytes that each
+    side has read."""
     beside = work.lmcache if lmcache is not None else ()
     return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
 

@@ -109,7 +109,7 @@ def memcpy(memory: Memory) -> Side:
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
     """Return a baseline that writes and reads plain files with O_DIRECT. With `sync`, a write ends with fdatasync. One
-    file has the bytes of FILE_ROUNDS rounds. If `files` is given, its I/O calls are used.
+    file has the bytes of FILE_ROUNDS rounds. If `files` is given, its methods write and read the files.
     """
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
@@ -141,7 +141,8 @@ def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> S
 
 
 def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
-    """Return two plain connections to another process, and a function that closes them."""
+    """Return a baseline that sends the bytes to another process over plain TCP connections, and a function that closes
+    the connections."""
     process = subprocess.Popen(
         [sys.executable, "-c", _FAR_SIDE, str(memory.total), str(_CONNECTIONS)],
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """vLLM controlled by JSON lines: the process that `kvloom bench engine` starts in the interpreter that has vLLM.
 
-The first line has the engine's options. Each later line has conversations. Each line gets one reply. The process
-needs only vLLM, not kvloom. vLLM's output goes to stderr.
+The first line of its input has the engine's options, and each later line has conversations. The process writes one
+reply per line. It needs only vLLM, not kvloom. vLLM's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _processor() -> float | None:
 def _turns(
     engine: Any, params: Any, conversations: list[dict[str, Any]]
 ) -> tuple[list[list[list[int]]], int, int]:
-    """Run conversations independently. A turn is submitted as soon as the previous turn ends."""
+    """Run all conversations at the same time. The next turn of a conversation is submitted as soon as its previous turn
+    ends. Return the answers, and the numbers of all prompt tokens and of cached prompt tokens."""
     answers: list[list[list[int]]] = [[] for _ in conversations]
     prompts = [list(each["prompt"]) for each in conversations]
     asked = cached = 0

@@ -1,4 +1,4 @@
-"""The workloads of `kvloom bench engine` as data, and their tokens.
+"""The workloads of `kvloom bench engine`: their sizes, and the random tokens of their prompts.
 
 | name | workload                                                                 | size                             |
 |------|--------------------------------------------------------------------------|----------------------------------|
@@ -41,11 +41,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens.
+    """A workload of `requests` conversations with `turns` turns each. Each answer has exactly `output` greedy tokens.
 
-    A first prompt has one of `prefixes` shared prefixes of `prefix` tokens, used in turn, and then `prompt` tokens
-    that no other prompt has. A later turn adds `more` tokens. If `warm`, an earlier workload of the same round has
-    computed the same prefixes. A workload with `on_request` runs only if it is selected by name.
+    The first prompt of a conversation begins with one of `prefixes` shared prefixes, which have `prefix` tokens and are
+    used in turn. `prompt` tokens follow that no other prompt has. A later turn adds `more` tokens. If `warm`, an
+    earlier workload of the same round has computed the same prefixes. A workload with `on_request` runs only if it is
+    selected by name.
     """
 
     name: str
@@ -121,8 +122,8 @@ class Workload:
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
         """Return the conversations of one round.
 
-        Conversations of different rounds or workloads have different tokens. The exception is a warm workload: its
-        prefixes are those of the cold workload in the same round."""
+        Conversations of different rounds or workloads have different tokens. Only the prefixes of a warm workload are
+        the same as those of the cold workload in the same round."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()

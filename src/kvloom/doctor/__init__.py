@@ -1,4 +1,4 @@
-"""`kvloom doctor`: what is installed, which hardware and kernels will be used, and what to repair.
+"""`kvloom doctor` reports what is installed, which hardware and kernels will be used, and what to repair.
 
 | file        | content                                                                          |
 |-------------|----------------------------------------------------------------------------------|

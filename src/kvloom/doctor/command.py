@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(config: str | None = None) -> dict[str, Any]:
-    """Return what is installed, what will be used and what is wrong. `config` is the server's configuration file.
-    Changes nothing. Takes about three seconds if torch is installed, because this function imports torch."""
+    """Return the installed packages, the hardware and kernels that will be used, the system's limits, and all problems.
+    `config` is the server's configuration file. Changes nothing. Takes about three seconds if torch is installed,
+    because this function imports torch."""
     required = packages()
     versions = {one.name: one.version for one in required}
     hardware = inspect_hardware(versions.get("xxhash") is not None, versions.get("triton"))

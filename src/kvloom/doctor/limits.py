@@ -27,7 +27,8 @@ FREE_DISK = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit of the system. `value` is None if there is no limit."""
+    """A limit of the system, such as the number of open files. `value` is None if there is no limit. `detail` describes
+    the limit."""
 
     name: str
     value: int | None

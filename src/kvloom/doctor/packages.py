@@ -43,8 +43,8 @@ NEEDED_BY = {
     "serve": ("kvloom serve",),
 }
 FALL_BACKS = ("uvloop", "shtab")
-"""Packages of a needed extra without which the commands still work: asyncio replaces uvloop, and shtab only serves
-`kvloom completion`."""
+"""Packages that may be missing, although an extra in NEEDED_BY contains them. asyncio replaces uvloop, and only `kvloom
+completion` needs shtab."""
 MODULES = {
     "mooncake-transfer-engine": "mooncake",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
@@ -163,7 +163,8 @@ def _requirements() -> list[str]:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a package, "unknown" if only its module is there, or None."""
+    """Return the version of a package, or None if its module is not found. Return "unknown" if the module is found, but
+    not the metadata of its package."""
     try:
         if find_spec(MODULES.get(name, name)) is None:
             return None

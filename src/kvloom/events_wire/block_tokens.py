@@ -38,10 +38,13 @@ class BlockTokens:
         return len(self._blocks)
 
     def stored(self, event: BlockStored, is_first: bool) -> list[tuple[BlockStored, bool]]:
-        """Return the events to send instead of `event`, each with a flag: whether its first block starts a prompt.
-        `is_first` is the flag of `event`. The event of a tier has no parents and tokens. It is split into chains of
-        blocks, and their parents and tokens are added. Blocks whose tokens are unknown, such as blocks of a disk
-        tier after a restart, stay without tokens."""
+        """Return the events to send instead of `event`, each with a flag: True if its first block starts a prompt.
+        `is_first` is this flag of `event`.
+
+        An event of the pool contains tokens. They are recorded, and the event is returned unchanged. An event of a tier
+        contains neither parent nor tokens. It is split into chains of consecutive blocks, and each chain becomes one
+        event with its parent and its tokens. Blocks whose tokens are unknown, such as blocks of a disk tier after a
+        restart, stay without tokens."""
         if self._group not in event.groups or event.tail_tokens:
             return [(event, is_first)]
         if event.tokens:
@@ -75,8 +78,8 @@ class BlockTokens:
             parent = block_hash
 
     def removed(self, event: BlockRemoved) -> None:
-        """Record that a medium no longer has some blocks. If too many blocks are in no medium, drops the oldest of
-        them."""
+        """Record that a medium no longer has the blocks of `event`. If more than MOST_REMOVED blocks are in no medium,
+        drops the oldest of these blocks."""
         if self._group not in event.groups:
             return
         bit = self._bits.get(event.medium, 0)

@@ -43,8 +43,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen
 
     `parent_block_hash` is the hash of the block before them. None means that the first block starts the prompt.
     `token_ids` are the tokens of all blocks, with `block_size` tokens per hash. The token ids stay encoded as msgpack
-    until `tokens` is read, so readers that need only hashes save time. A partial last block has a separate event,
-    with a smaller `block_size`.
+    until `tokens` is read, so readers that need only hashes save time. A partial last block has a separate event, with
+    a smaller `block_size`. The other fields are those of vLLM's event.
     """
 
     block_hashes: list[WireHash]
@@ -86,7 +86,7 @@ WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """The events of one step."""
+    """The events of one step of a worker. `ts` is the Unix time of the step."""
 
     ts: float
     events: list[WireEvent]

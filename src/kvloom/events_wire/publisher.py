@@ -72,8 +72,9 @@ KIND_NAMES = {
 
 
 class WirePublisher:
-    """Publishes a cache's events. The engine's thread calls `flush` after every step, and `close` at the end.
-    `adapter_name` maps the adapter of an event, which salts the block hashes, to the name that is published.
+    """Publishes a cache's events. The engine's thread calls `flush` after every step, and `close` at the end. Events of
+    the cache contain the text that salts the block hashes of a LoRA adapter. `adapter_name` maps this text to the name
+    that is published.
 
     Raises OSError if an address is unavailable, and ValueError if the key file is invalid."""
 
@@ -159,7 +160,7 @@ class WirePublisher:
         self._wake.set()
 
     def _reflect(self, events: Iterable[tuple[Event, bool]]) -> None:
-        """Apply events to the mirror, the index of all published hashes. Takes about 0.2 µs per block."""
+        """Apply events to the mirror, which is the index of all published hashes. Takes about 0.2 µs per block."""
         for event, _ in events:
             groups = [index for index in event.groups if index in self._groups]
             if not groups:
@@ -281,8 +282,8 @@ class WirePublisher:
         return list(hashes) if self.settings.hashes == "bytes" else list(wire_hashes(list(hashes)))
 
     def _wire_stored(self, event: Stored, is_first: bool) -> list[WireEvent]:
-        """Return the events to send for one stored event: one per layer group, the full-attention group first.
-        `is_first` states that the first block starts a prompt. The parent is then None."""
+        """Return the events to send for one stored event of the cache: one for each layer group, the full-attention
+        group first. If `is_first`, the first block starts a prompt, and the events have no parent."""
         medium = MEDIUM_NAMES.get(event.medium, "STORAGE")
         hashes = self._hashes(event.hashes)
         parent = None if is_first else self._hashes([event.parent])[0]

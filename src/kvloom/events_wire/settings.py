@@ -1,4 +1,4 @@
-"""Addresses of a worker's events. Needs no package beyond the standard library."""
+"""Addresses and format of a worker's events. Needs no package beyond the standard library."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class EventSettings:
     |---------------|-------------------------------------------------------------------------------------------|
     | `endpoint`    | ZMQ address to bind, such as tcp://127.0.0.1:5557, from which batches are sent            |
     | `replay`      | ZMQ address to bind, which answers requests for past batches and snapshots                |
-    | `hashes`      | block hashes as signed 64-bit integers ("int64", which Dynamo's indexer needs), or whole  |
-    |               | ("bytes")                                                                                 |
+    | `hashes`      | form of block hashes: signed 64-bit integers ("int64", which Dynamo's indexer needs), or  |
+    |               | all their bytes ("bytes")                                                                 |
     | `topic`       | the first frame of each batch                                                             |
-    | `encoding`    | events as maps ("map", vLLM since version 0.32), or as arrays ("array", earlier versions) |
+    | `encoding`    | form of events: maps ("map", vLLM since version 0.32), or arrays ("array", before 0.32)   |
     | `tier_tokens` | true: events of tiers contain parents and tokens, which Dynamo's indexer needs; vLLM's    |
     |               | events of its offloaded blocks contain neither                                            |
     | `rank`        | the data-parallel rank in each batch                                                      |

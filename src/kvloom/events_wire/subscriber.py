@@ -30,12 +30,13 @@ __all__ = ["Followed", "Subscriber"]
 log = logging.getLogger("kvloom.events")
 REPLAY_SECONDS = 5.0
 BATCHES_PER_TURN = 64
-"""After this many batches, other work of the event loop can run."""
+"""The subscriber lets other tasks of the event loop run after this many batches."""
 
 
 @dataclass(slots=True)
 class Followed:
-    """Counts of one followed worker. `is_synced` states that the index has all pages that the worker published."""
+    """Counts of one followed worker. `gaps` counts breaks in the sequence numbers, and `invalid` counts messages that
+    cannot be read. `is_synced` states that the index has all pages that the worker published."""
 
     batches: int = 0
     events: int = 0

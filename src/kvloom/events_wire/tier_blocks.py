@@ -17,12 +17,12 @@ group, and fingerprint of the page's form (byte layout)."""
 class TierBlocks:
     """The blocks of one tier. Converts changes of the tier's pages to events. Not thread-safe.
 
-    A block may own several pages in a layer group. It counts as stored in `medium` when the tier has all of
-    them. A page in a group of `state_groups` is a state at the end of its block. Its event contains only the
-    hash of the block's last unit (HASH_TOKENS tokens).
+    A block may own several pages in a layer group. The block counts as stored in `medium` when the tier has all of
+    these pages. Events contain one hash for each unit (HASH_TOKENS tokens) of a block. In a group of `state_groups`, a
+    page is the state at the end of its block, so its event contains only the hash of the last unit.
 
-    `take` returns the changes of pages since its last call. `forms` contains, for each group, a fingerprint of
-    the form (byte layout) of each page that a block owns. Pages of other forms are ignored.
+    `take` returns the changes of pages since its last call. `forms` contains, for each group, one fingerprint for each
+    page that a block owns. A fingerprint identifies the form (byte layout) of a page. Pages of other forms are ignored.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class TierBlocks:
         full block that starts with the same tokens."""
 
     def poll(self) -> list[Event]:
-        """Return the events of the changes since the last call. Consecutive changes of the same group and kind (stored
-        or removed) become one event."""
+        """Return events for the changes since the last call. Consecutive changes of the same group and kind (stored or
+        removed) become one event."""
         events: list[Event] = []
         kind, hashes = (True, -1), list[bytes]()
         for is_stored, block_hash, group, form in self._take():
@@ -61,8 +61,8 @@ class TierBlocks:
         return events + self._event(*kind, hashes)
 
     def _apply(self, is_stored: bool, block_hash: bytes, group: int, bit: int) -> bool:
-        """Record that one page of a block was stored or removed. Return whether this change completes the block, or
-        makes a complete block incomplete."""
+        """Record that one page of a block was stored or removed. `bit` stands for the page in the bit mask of the
+        block's pages. Return whether this change completes the block, or makes a complete block incomplete."""
         stored, whole = self._stored[group], self._whole[group]
         before = stored.get(block_hash, 0)
         after = before | bit if is_stored else before & ~bit
@@ -73,9 +73,10 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Update the counts of units (HASH_TOKENS tokens each) after a block became complete or incomplete. A full
-        block and a partial block with the same first tokens may contain the same unit. Return the hashes of the
-        units that the tier did not have before (if `is_stored`), or no longer has (otherwise)."""
+        """Update the counts of units (HASH_TOKENS tokens each) after all pages of a block were stored (`is_stored`), or
+        after one of them was removed. Return the hashes of units that the tier now has for the first time or, if not
+        `is_stored`, no longer has. Counts are needed because a full block and a partial block may contain the same
+        unit."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

@@ -30,7 +30,8 @@ _WIDE = 100
 
 
 class PlanError(ValueError):
-    """Raised if a load does not suit the model. The message states the value and the remedy."""
+    """Raised for a load that cannot be planned, for example image tokens for a model without images. The message states
+    the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The memory that one allocation scheme needs for the load. `bytes` is for all requests, and `waste` is the wasted
-    share of these bytes. `max_requests` is how many requests fit into the GPU's memory, or None if its size is not
-    given."""
+    """The memory that one allocation scheme needs. `bytes` is the memory of all requests together, and `waste` is the
+    wasted share of these bytes. `max_requests` is the number of requests that fit into the GPU's memory, or None if the
+    size of this memory is not given."""
 
     bytes: int
     waste: float
@@ -58,8 +59,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of `kvloom plan`: the pool layout of a model, the memory that a load needs, and the waste of each
-    allocation scheme. The command prints the plan."""
+    """The result of `kvloom plan`: the pool layout of a model, and the memory that a load needs under each allocation
+    scheme. `needed_bytes` is the memory that the last queries of all requests can read. `max_context` is the number of
+    tokens of a contiguous buffer."""
 
     spec: ModelSpec
     layout: PoolLayout
@@ -104,7 +106,7 @@ class Plan:
 def make_plan(
     spec: ModelSpec, load: Load, block_tokens: int = HASH_TOKENS, gpu_memory: int | None = None
 ) -> Plan:
-    """Compare the three schemes for `load`. Raises PlanError if the load does not suit the model."""
+    """Compute the memory that `load` needs under the three schemes. Raises PlanError for a load that it cannot plan."""
     _check(spec, load)
     if block_tokens <= 0 or block_tokens % HASH_TOKENS:
         raise PlanError(f"block_tokens {block_tokens} must be a positive multiple of {HASH_TOKENS}")
@@ -161,7 +163,7 @@ def _stream_length(spec: ModelSpec, load: Load) -> int:
 
 
 def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
-    """Return the number of bytes of one request that its last query can read in the layers of a group."""
+    """Return how many bytes of one request its last query can read, in the layers of a group."""
     if group.spec.unit == "state":
         return group.unit_bytes
     if group.spec.axis == "media":
@@ -181,10 +183,10 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """Return how many bytes the requests can certainly use, if the pool has `memory` bytes.
+    """Return how many bytes of a pool with `memory` bytes requests can use in every case.
 
-    These are the bytes of all whole slabs, minus one slab for each group that has several pages per slab. The
-    last slab of such a group may be partly empty.
+    These are the bytes of all whole slabs, minus one slab for each group that has several pages per slab. The last slab
+    of such a group may be partly empty.
     """
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes
@@ -196,7 +198,7 @@ def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print the plan as tables. On terminals of less than 100 columns, some columns are left out."""
+    """Print the plan as tables. On a terminal with fewer than 100 columns, some table columns are left out."""
     load = plan.load
     images = f" and {load.image_tokens:,} image" if load.image_tokens else ""
     requests = "request" if load.concurrency == 1 else "requests"

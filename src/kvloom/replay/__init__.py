@@ -1,13 +1,13 @@
-"""Replays recorded traffic through the real cache core: hit rates, cache sizes, waiting times.
+"""Replays recorded traffic through the real cache core, to find hit rates, cache sizes and waiting times.
 
 command.py       `kvloom replay`
 traces.py        reads public trace formats
 recording.py     reads recordings of `kvloom serve --record`
 traffic.py       Traffic: requests as block numbers and times
 simulator.py     replay: traffic through the core under a policy
-fleet.py         replay_fleet: traffic over several workers behind the router's own scoring
+fleet.py         replay_fleet: traffic over several simulated workers, which the real router's scoring chooses
 fleet_plan.py    plan_fleet: how many workers a trace needs, and in which roles
-routes.py        the names of the routes and admissions of replay_fleet
+routes.py        names of the ways to choose workers and to refuse requests
 bounds.py        upper bounds: unlimited cache, and Belady's MIN
 sizing.py        size_cache: the capacity that a hit rate needs
 cost.py          estimate: waiting times on given hardware

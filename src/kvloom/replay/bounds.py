@@ -1,7 +1,7 @@
 """Upper bounds of the hit rate: an unlimited cache, and Belady's MIN for a given size.
 
-MIN evicts the block whose next use is the latest. As in every replay, whole requests are inserted, and a block counts
-as a hit only if all blocks before it are hits. The bounds need no cache and no clock.
+MIN evicts the block whose next use is farthest in the future. As in every replay, all blocks of a request are inserted.
+A block counts as a hit only if all blocks before it are hits. The bounds need no cache and no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def ideal_hits(traffic: Traffic) -> list[int]:
-    """Return the hits of an unlimited cache. For each prompt, this is the number of leading blocks that earlier
+    """Return, for each request, its hits in an unlimited cache: the number of leading blocks of its prompt that earlier
     requests contained. O(blocks).
     """
     seen = np.zeros(traffic.distinct, np.bool_)
@@ -32,11 +32,12 @@ def ideal_hits(traffic: Traffic) -> list[int]:
 
 
 def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
-    """Return, for each request, the number of blocks from its start that are hits if MIN evicts from a cache of
-    `capacity` blocks. Also return the number of evicted blocks.
+    """Return, for each request, the number of leading blocks of its prompt that are hits in a cache of `capacity`
+    blocks with MIN. Also return the number of evicted blocks.
 
-    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of one request with the same
-    next use form one queue entry. The last blocks of an entry are evicted first. The cost is O(log n) per entry.
+    If a request is longer than the cache, only its beginning is stored. Adjacent blocks of a request with the same next
+    use form one entry of the eviction queue. The last blocks of an entry are evicted first. The cost is O(log n) per
+    entry.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)
@@ -73,7 +74,8 @@ def _leading(inside: npt.NDArray[np.bool_], blocks: Blocks) -> int:
 
 
 def _next_uses(rows: list[Blocks]) -> list[npt.NDArray[np.int64]]:
-    """Return, for each block of each request, the index of the next request that contains the block, or _NEVER."""
+    """Return, for each block of each request, the index of the next request that contains the block. If there is none,
+    the index is _NEVER."""
     lengths = [len(row) for row in rows]
     flat = np.concatenate(rows) if rows else np.empty(0, np.int32)
     owner = np.repeat(np.arange(len(rows)), lengths)

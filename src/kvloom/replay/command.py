@@ -316,7 +316,8 @@ def _fleet_table(found: Sequence[FleetOutcome], has_objective: bool = False) -> 
 
 
 def _bytes_per_token(args: Namespace, traffic: Traffic) -> int:
-    """Return the KV bytes per token: those of --model, else those of the recording, else those of an 8B Llama 3."""
+    """Return the KV bytes per token: those of --model, otherwise those that the recording states, otherwise those of an
+    8B Llama 3."""
     model = args.model or (traffic.model if args.kv_dtype or traffic.bytes_per_token is None else "")
     if not model:
         return traffic.bytes_per_token or DEFAULT_BYTES
@@ -343,7 +344,7 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 class _Capacities:
-    """Parses cache sizes, given as blocks, as a share of all distinct blocks, or as bytes."""
+    """Parses cache sizes. A size is given in blocks, as a share of all distinct blocks, or in bytes."""
 
     def __init__(self, traffic: Traffic, block: int) -> None:
         self.traffic, self.block = traffic, block

@@ -1,8 +1,8 @@
-"""Waiting times of a replay on given hardware.
+"""Estimates the waiting times of a replay on given hardware.
 
-New prompt tokens are computed, and cached tokens are read from their tier. Requests queue for `devices` devices in
-order of arrival. Decode takes a fixed time per token. All times come from a roofline (FLOPs and bytes divided by
-rates). They serve to compare caches, not to predict latency.
+New prompt tokens are computed, and cached tokens are read from their tier. Requests wait for one of `devices` devices
+in order of arrival. Decode takes a fixed time per token. All times come from a roofline (FLOPs and bytes divided by
+rates). Use them to compare caches, not to predict latency.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 class CostModel:
     """The speed of a model with `parameters` active weights on devices with `flop_rate` FLOP/s.
 
-    Each new token costs `attention_flops` for each token before it. A tier reads `bytes_per_token` bytes per token at
-    `read_rates[tier]` bytes per second. `decode_seconds` is the time of a decode step with a full batch, divided by its
-    tokens. The defaults are a dense 8B model in bf16 on one H200.
+    Each new token costs `attention_flops` FLOPs for each token before it. A tier reads `bytes_per_token` bytes per
+    token, at `read_rates[tier]` bytes per second. `decode_seconds` is the time of a decode step with a full batch,
+    divided by the number of its tokens. The defaults describe a dense 8B model in bf16 on one H200.
     """
 
     parameters: float = 8e9

@@ -57,14 +57,14 @@ from .traffic import Request, Traffic
 __all__ = ["EngineModel", "FleetOutcome", "replay_fleet"]
 
 HAND_OVER_TOKENS = 256
-"""A decode worker computes a prompt itself if it lacks fewer tokens than this. This is also the largest number of
-prompt tokens in a step of a decode worker.
+"""A decode worker computes a prompt itself if it lacks fewer tokens of the prompt than this. HAND_OVER_TOKENS is also
+the largest number of prompt tokens in a step of a decode worker.
 """
 ATTEMPTS = 4
 """Number of workers that may refuse a request before the router returns the refusal."""
 TYPICAL_OUTPUT, OUTPUT_MEMORY = 256, 32
-"""TYPICAL_OUTPUT is the estimated number of output tokens until the first request has finished. Later the estimate is
-the mean of the last OUTPUT_MEMORY outputs. The engine uses the same values.
+"""Until the first request has finished, TYPICAL_OUTPUT is the estimated number of output tokens of a request. Later the
+estimate is a moving mean over about OUTPUT_MEMORY requests. The engine uses the same values.
 """
 
 _LAYOUT = PoolLayout.build(
@@ -75,9 +75,9 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. Two polynomials give times in milliseconds. The variable of `prefill_ms` is
-    the number of prompt tokens in a step. The variable of `decode_ms` is the used fraction of the pool. Both
-    fields have three coefficients, that of the highest power first.
+    """Times and limits of a worker. `prefill_ms` and `decode_ms` are the coefficients of two polynomials for times in
+    milliseconds, the highest power first. The variable of the first is the number of prompt tokens in a step. The
+    variable of the second is the share of the pool that decoding requests occupy.
     """
 
     token_budget: int = 8192
@@ -143,10 +143,10 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. Three fields count tokens of the trace. `cached` is the number of prompt tokens that
-    were cached at the first start. `computed` is the number of prompt tokens that are cached or computed so
-    far. `output` is the number of output tokens so far. `ids` are the tokens that stand for the prompt in the
-    simulated cache.
+    """A request on a worker. `cached` is the number of prompt tokens that were cached when the request first started.
+    `computed` is the number of prompt tokens that are cached or computed so far. `output` is the number of output
+    tokens so far. All three count tokens of the trace. `ids` are the tokens that represent the prompt in the simulated
+    cache.
     """
 
     number: int
@@ -216,7 +216,7 @@ class _Worker:
         """Whether steps are measured for SLO admission."""
         self.typical = float(TYPICAL_OUTPUT)
         self.link_free = 0.0
-        """Time at which the link of a prefill worker has sent all chunks."""
+        """Time at which the link of this prefill worker has sent all chunks so far."""
         self.link_tokens = float("inf")
         """Speed of the link in tokens per second."""
         self.hand_overs: list[_Job] = []
@@ -237,8 +237,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """The next time at which this worker has work: the end of the step in progress, or the worker's present time
-        if no step is in progress. None if the worker has no requests.
+        """The next time at which the simulation must advance this worker: the end of its step in progress or, between
+        two steps, its present time. None if the worker has no requests.
         """
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
@@ -297,8 +297,8 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Convert a number of tokens of the trace to a number of tokens in the simulated cache. A block of the trace
-        has HASH_TOKENS tokens there.
+        """Convert a number of tokens of the trace to a number of tokens in the simulated cache, where each block of the
+        trace has HASH_TOKENS tokens.
         """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
@@ -357,8 +357,8 @@ class _Worker:
 
     def _decode_alone(self, decoding: list[_Job], active: int, until: float) -> float:
         """Run steps without prompt tokens until a request ends, a block is full, or `until` is reached. `active` is the
-        number of tokens of the `decoding` requests. The last step is still in progress when this method returns, and
-        all earlier steps are complete. Return the time at which the last step will end.
+        number of tokens of the `decoding` requests. All steps but the last are complete when this method returns.
+        Return the time at which the last step ends.
         """
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # after this many tokens the sequences need new blocks
@@ -485,7 +485,8 @@ class _Router:
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
-        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen."""
+        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen.
+        `scale` is the number of tokens of the trace for each token of the simulated cache."""
         names = [name for name in self.names if name not in tried] if tried else self.names
         if self.route == "round-robin":
             self._turn += 1
@@ -548,7 +549,7 @@ class _Router:
 
 
 class _Fleet:
-    """All workers and their router. Work is done in order of time."""
+    """All simulated workers and their router. Events are simulated in order of time."""
 
     def __init__(self, workers: Sequence[_Worker], router: _Router, scale: int) -> None:
         self.workers = {worker.name: worker for worker in workers}
@@ -602,7 +603,8 @@ class _Fleet:
             self._schedule(worker)
 
     def offer(self, job: _Job, admission: str, objective: Objective, queue_limit: int) -> None:
-        """Send a request to a worker, or refuse it. If a worker refuses, the next best worker is tried."""
+        """Send a request to a worker, or mark it as refused. If a worker refuses the request, the router tries the next
+        best worker, up to ATTEMPTS workers."""
         tried: set[str] = set()
         now, router = job.at, self.router
         while len(tried) < min(ATTEMPTS, len(router.names)):
@@ -627,11 +629,11 @@ class _Fleet:
         job.is_refused = True
 
     def _admits(self, job: _Job, worker: _Worker, computes: _Worker, objective: Objective) -> bool:
-        """Return whether a request is admitted, decided by the engine's own classes.
+        """Return whether a request is admitted. The engine's own admission classes decide.
 
         `computes` is the worker that computes the prompt: a prefill worker, or `worker` itself. The TTFT is predicted
-        for `computes`, and the time between tokens for `worker`. After a prefill worker, the TTFT also includes the
-        transfer of the last pages and one decode step.
+        for `computes`, and the time between tokens for `worker`. If `computes` is a prefill worker, the TTFT also
+        includes the transfer of the last pages and one decode step.
         """
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:
@@ -665,14 +667,14 @@ def replay_fleet(
     queue_limit: int = 16,
     progress: Callable[[int], None] = lambda done: None,
 ) -> FleetOutcome:
-    """Replay `traffic` over `workers` workers of `blocks` blocks each. `speed` divides the times between arrivals.
-    `route` is one of ROUTES. `options` are the router's scoring options.
+    """Replay `traffic` over `workers` workers, each with a pool of `blocks` blocks. The times between arrivals are
+    divided by `speed`. `route` is one of ROUTES. `options` are the router's scoring options.
 
-    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which
-    only decode. Each link transfers `link_tokens` tokens per second. `admission` selects which requests are
-    refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss `objective`. With "queue",
-    it refuses a request if `queue_limit` requests already wait. Takes about 20 seconds for 12,000 requests.
-    Raises ValueError if prompt and output of a request exceed a pool.
+    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which decode.
+    The link of each prefill worker transfers the pages of `link_tokens` tokens per second. `admission` selects which
+    requests are refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss `objective`. With
+    "queue", a worker refuses a request if `queue_limit` requests already wait. Takes about 20 seconds for 12,000
+    requests. Raises ValueError if prompt and output of a request exceed a pool.
     """
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")
@@ -727,10 +729,10 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request of the trace as a job, with the tokens that stand for it in the cache.
+    """Return a request of the trace as a job, with the tokens that represent its prompt in the simulated cache.
 
-    All tokens of a whole block have the block's number as id. The tokens of the partial last block have an id that only
-    this request has.
+    All tokens of a whole block have the same id: the number of the block. The tokens of the partial last block have an
+    id that no other request has.
     """
     whole, rest = divmod(request.prompt_tokens, block)
     ids = np.repeat(request.blocks[:whole].astype(np.int32), HASH_TOKENS)

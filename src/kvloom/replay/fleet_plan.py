@@ -1,10 +1,11 @@
-"""Plans a fleet: how many workers a trace and its objectives need, with and without roles, and whether to switch roles.
+"""Plans a fleet: how many workers a trace needs to meet its objectives, with and without roles, and whether to switch
+roles during the trace.
 
-    mixed    the fewest workers that compute prompts and decode
+    mixed    the fewest workers without roles, which compute prompts and decode
     split    the fewest prefill workers for the TTFT, then the fewest decode workers for the time between tokens
     windows  the best split of the same workers in each part of the trace
 
-Every answer is a replay (`replay_fleet`) whose 99th percentiles meet the objective.
+The plan is found by replays (`replay_fleet`). A fleet meets the objective if the 99th percentiles of its times do.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .traffic import Traffic
 __all__ = ["FleetPlan", "Window", "plan_fleet"]
 
 MAX_REPAIRS = 8
-"""Largest number of workers that are added after the two searches of a split. The searches set the numbers of prefill
-and of decode workers separately, although both affect each other.
+"""Largest number of workers that are added after the two searches for a split. Each search finds the number of workers
+of one role, although the two numbers affect each other. Together they may therefore be too small.
 """
 
 
@@ -31,9 +32,9 @@ and of decode workers separately, although both affect each other.
 class Window:
     """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
 
-    `excess` is the 99th percentile divided by the objective, for the worse of the two objectives. The objectives
-    are met if `excess` is at most 1. `excess` applies to a fleet with `prefill` prefill workers, and
-    `planned_excess` to a fleet with the plan's number of prefill workers.
+    An excess is the 99th percentile of a time divided by its objective, for the worse of TTFT and time between tokens.
+    The objectives are met if it is at most 1. `excess` is that of a fleet with `prefill` prefill workers, and
+    `planned_excess` is that of a fleet with the plan's number of prefill workers.
     """
 
     start: float
@@ -193,8 +194,8 @@ def _plan_split(
 
 
 def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | None:
-    """Return the smallest number from `low` to `limit` for which `is_enough` returns True, or None. `is_enough` must
-    stay True for all larger numbers. Calls `is_enough` O(log) times.
+    """Return the smallest number from `low` to `limit` for which `is_enough` returns True, or None if there is none. If
+    `is_enough` is True for a number, it must be True for all larger numbers. The number of calls is O(log(result)).
     """
     high = low
     while not is_enough(high):

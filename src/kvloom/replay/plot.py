@@ -21,7 +21,8 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot_curves(traffic: Traffic, outcomes: Sequence[Outcome], path: str | Path) -> None:
-    """Write hit rate over capacity, one line per policy, to `path` (PNG, SVG or PDF by suffix)."""
+    """Write an image of hit rates over capacities to `path`, with one line per policy. The suffix of `path` selects
+    PNG, SVG or PDF."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

@@ -19,7 +19,8 @@ def is_recording(head: dict[str, Any]) -> bool:
 
 
 def read_recording(lines: Iterator[dict[str, Any]], origin: str) -> Traffic:
-    """Return the traffic of a recording. The partial last block of a prompt has no hash and is not looked up."""
+    """Return the traffic of a recording. The partial last block of a prompt has no hash in the recording, so the replay
+    does not look it up."""
     head = next(lines)
     if head.get("version") != VERSION:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""How a simulated router chooses workers, and which requests are refused. Needs no package beyond the standard library."""
+"""Names of the ways in which a simulated router chooses workers (ROUTES), and in which requests are refused
+(ADMISSIONS). Needs no package beyond the standard library."""
 
 __all__ = ["ADMISSIONS", "ROUTES"]
 

@@ -1,11 +1,11 @@
 """Replays traffic through the real core (pool, prefix cache, policies, tenants) with a virtual clock.
 
-Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block
-of the trace is one block of the cache. It has 16 equal tokens whose id is the block's number, so only whole blocks
-match.
+Requests are processed one after the other. Each is looked up, opened, extended, committed and closed at its arrival
+time. A block of the trace is one block of the cache. It has 16 equal tokens whose id is the block's number, so only
+whole blocks match.
 
-A tier is another cache with its own size, which gets the same requests (write-through). A block is read from the
-first tier that has it.
+A tier is simulated by another cache with its own size, which gets the same requests (write-through). A block is read
+from the fastest tier that has it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from .traffic import Traffic
 __all__ = ["BOUNDS", "NAMES", "Hits", "Outcome", "Tier", "TierUse", "replay"]
 
 BOUNDS = ("ideal", "min")
-"""Policies that are bounds, computed from the whole trace."""
+"""Names of the policies that are upper bounds. They are computed from the whole trace, including the future."""
 NAMES = (*BOUNDS, *POLICIES)
 
 _TICK = 1e-6
 """Seconds added between requests with equal times, so that the last of them is the most recently used."""
 _END = np.int32(2**31 - 1)
-"""A token that is appended to every prompt before a lookup, because the last token of a prompt is never a hit."""
+"""A token that is appended to every prompt before a lookup. The last token of a prompt is never a hit, so without it
+the last block could not be a hit."""
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
 )
@@ -63,9 +64,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Numbers about a tier. `hit_blocks` counts blocks that prompts hit in this tier but in no faster tier.
-    `written_blocks` counts blocks written to the tier. `resident_blocks` counts blocks stored in the tier at the
-    end."""
+    """Numbers about a tier. `hit_blocks` counts blocks of prompts that this tier had and no faster tier had.
+    `written_blocks` counts blocks written to the tier. `resident_blocks` counts blocks in the tier at the end."""
 
     name: str
     capacity_blocks: int
@@ -77,9 +77,9 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` is, for each request, the number of blocks from its start that the device had.
-    `tier_hits` is, for each tier and request, the number of further blocks that this tier had and no faster
-    tier had. `evictions` counts blocks.
+    """Result of a replay. `hits` has, for each request, the number of leading blocks that the device had. `tier_hits`
+    has, for each tier and request, the number of further leading blocks that this tier had and no faster tier had.
+    `asked` is the number of looked-up blocks. `evictions` counts blocks evicted from the device.
     """
 
     policy: str
@@ -118,10 +118,10 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, the cache is notified of the end of each session (`KVCache.end_session`), after the last request of
-    the session. In the simulated cache a block has 16 bytes, and tenants' quotas count these bytes. If a request is
-    longer than a cache, only its beginning is stored. Takes about 4 seconds per million blocks for requests of 24
-    blocks, or 8 to 9 with a learning policy.
+    With `ended`, the replay calls `KVCache.end_session` after the last request of each session. In the simulated cache
+    a block has 16 bytes, so a tenant's quota of 16 bytes is one block. If a request is longer than a cache, only its
+    beginning is stored. For requests of 24 blocks, takes about 4 seconds per million blocks, or 8 to 9 with a learning
+    policy.
     """
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
@@ -148,8 +148,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """For each tier, return one number per request. It counts the leading blocks of the request that this tier had
-    and no faster tier had."""
+    """Return, for each tier and each request, the number of leading blocks of the request that this tier had and no
+    faster tier had."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

@@ -1,4 +1,5 @@
-"""Cache sizing: the capacity of each tier that a hit rate needs, and the gain of one more gigabyte.
+"""Cache sizing: finds the capacity of each tier that a hit rate needs, and how much one more gigabyte would add to the
+hit rate.
 
 The traffic is replayed at several sizes. The hit rate is measured, not computed by a formula.
 """
@@ -18,8 +19,8 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to it
-    (`next_gigabyte`). The sum of both never exceeds the ideal hit rate.
+    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to this
+    hit rate (`next_gigabyte`). The sum of both never exceeds the hit rate of an unlimited cache.
     """
 
     capacity_blocks: int
@@ -31,7 +32,7 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class TierSize:
     """The recommended size of one tier, in bytes. `limit` is the largest size that the tier may have, or None for no
-    limit."""
+    limit. `hit_rate` is the hit rate of a cache of the recommended size."""
 
     name: str
     bytes: int
@@ -44,7 +45,8 @@ class Sizing:
     """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
     an unlimited cache, with the hit rate `ideal`, does not reach it.
 
-    `tiers` lists the bytes per tier, fastest first.
+    `tiers` lists the bytes per tier, fastest first. `next_gigabyte` is how much one more gigabyte would add to the hit
+    rate. `curve` has the hit rates at several sizes.
     """
 
     policy: str
@@ -98,12 +100,12 @@ def size_cache(
     precision: float = 0.03,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> Sizing:
-    """Find the smallest capacity at which `policy` reaches the hit rate `target`, to within `precision`. The
-    default target is 0.9 of the ideal hit rate.
+    """Find the smallest capacity at which `policy` reaches the hit rate `target`. The capacity may be too large by the
+    fraction `precision`. The default target is 0.9 of the hit rate of an unlimited cache.
 
-    `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages
-    in the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the
-    limits of the faster tiers are too small. Takes about 15 replays."""
+    `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages in
+    the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the limits of
+    the faster tiers are too small. Takes about 15 replays."""
     if block_bytes < 1:
         raise ValueError(f"block_bytes {block_bytes} must be positive: use a model, or bytes per token")
     if not limits:
@@ -161,8 +163,8 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return how much one more gigabyte would add to the hit rate, at most `most`. Assumes that the hit rate grows
-    linearly: `size` more bytes raise it by `hit_rate`.
+    """Return how much one more gigabyte would add to the hit rate, at most `most`. It is known that `size` more bytes
+    raise the hit rate by `hit_rate`, and a linear growth is assumed.
     """
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 

@@ -1,4 +1,4 @@
-"""Reads trace formats.
+"""Reads recorded traffic in several public formats.
 
 | format    | file                                          | blocks                                       |
 |-----------|-----------------------------------------------|----------------------------------------------|

@@ -36,8 +36,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests in order of arrival. Their blocks have the numbers 0 to `distinct` - 1. `model` and `bytes_per_token`
-    are from the recording, if it states them."""
+    """Requests in order of arrival. Their blocks have the numbers 0 to `distinct` - 1, and `block_tokens` tokens each.
+    `origin` names the files. `model` and `bytes_per_token` are from the recording, if it states them."""
 
     requests: tuple[Request, ...]
     block_tokens: int
@@ -68,8 +68,8 @@ class Traffic:
 
     @classmethod
     def merged(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return several recordings as if they ran at the same time, each from time 0. Recordings share no blocks, so
-        the blocks of each recording get new numbers."""
+        """Return several recordings as one, as if all had run at the same time, each from time 0. Blocks of different
+        recordings are never equal, so the blocks of each recording get new numbers."""
         if not parts:
             raise ValueError("no traffic: at least one trace is required")
         sizes = {part.block_tokens for part in parts}
@@ -118,12 +118,12 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Replace the block ids of each request (`rows`) by numbers from 0. Return the requests, and the number of
-    distinct numbers.
+    """Replace the block ids of each request (`rows`) by numbers from 0 on. Return the numbers of each request, and how
+    many different numbers there are.
 
-    Two blocks get the same number only if their ids and all blocks before them are equal. Raises ValueError for
-    an invalid id. If each id always follows the same block, array operations number the blocks in O(n log n).
-    Hashes of whole prefixes have this property. Otherwise a slower Python loop numbers the blocks.
+    Two blocks get the same number only if their ids, and all blocks before them in their requests, are equal. Raises
+    ValueError for an invalid id. If each id always follows the same id, as with hashes of whole prefixes, array
+    operations number the blocks in O(n log n). Otherwise a slower Python loop numbers them.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

@@ -20,8 +20,8 @@ __all__ = ["RequestLog", "RequestLogger", "log_rejected", "request_log"]
 MAX_PATH_CHARACTERS = 200
 MAX_REASON_CHARACTERS = 300
 POLLED = ("/health", "/ping", "/metrics", "/kvloom/state")
-"""Paths that monitors poll. Their responses are logged at level debug if they succeed or have status 503 (loading,
-draining).
+"""Paths that monitoring programs poll. Their successful responses, and responses with status 503 (loading, draining),
+are logged at level debug.
 """
 KEY = "kvloom.log"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -110,7 +110,7 @@ def _log_request(method: str, path: str, status: int, seconds: float, log: Reque
 
 
 def log_rejected(error: ApiError) -> None:
-    """Log an error response to a connection that has sent no valid request."""
+    """Log an error response that was sent on a connection without a valid request."""
     access.warning("connection refused", extra={"fields": {"status": error.status, **_error_fields(error)}})
 
 

@@ -102,7 +102,8 @@ def _chat(args: argparse.Namespace, answer: Answer, interactive: bool) -> int:
 
 
 def _read(interactive: bool) -> str | None:
-    """Return the next line without surrounding spaces, or None at the end."""
+    """Return the next line without surrounding spaces, or None at the end of standard input. If `interactive`, show a
+    prompt."""
     if interactive:
         try:
             return input("> ").strip()
@@ -131,8 +132,9 @@ def _print_answer(answer: Answer, messages: Messages, interactive: bool) -> str:
 
 
 def _server_answer(args: argparse.Namespace) -> Answer:
-    """Return a function that sends messages to a server and yields its answer. Without a model on the command line, the
-    server's first model is used. Raises ValueError if the server refuses a request, and OSError if there is no server.
+    """Return a function that sends messages to a server and yields its answer. If the command line names no model, the
+    server's first model is used. The function raises ValueError if the server refuses a request, and OSError if there
+    is no server.
     """
     key = args.api_key or os.environ.get(KEY)
     model = args.model or str(fetch(args.server, "/v1/models", key)["data"][0]["id"])

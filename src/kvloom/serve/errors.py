@@ -53,8 +53,9 @@ SLO_FIELDS = ("ttft_ms", "tbt_ms", "deadline_ms", "predicted_ttft_ms", "predicte
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. `slo` (objective and prediction) is added
-    to the body. If the message may contain text of the request, `logged` replaces the message in the log.
+    """An error response. `retry_after` is sent as a header, in seconds. `slo` (the objective of the request, and the
+    predicted times) is added to the body. If the message may contain text of the request, `logged` replaces the message
+    in the log.
     """
 
     def __init__(
@@ -146,8 +147,9 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error for a prompt that exceeds the context limit. `at_least` states that the prompt has at least
-    `prompt` tokens, because counting stopped there."""
+    """Return the error for a request that exceeds the limit of `longest` tokens. It has `prompt` prompt tokens, and
+    asks for `new` output tokens. With `at_least`, the prompt has at least `prompt` tokens, because counting stopped
+    there. `param` is the request field that the error names."""
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(
@@ -197,7 +199,8 @@ def grammars_busy(why: str, param: str | None) -> ApiError:
 
 
 def slo_not_met(why: str, slo: dict[str, Any]) -> ApiError:
-    """Return the error for a request that cannot meet its objective. `slo` has the objective and the prediction."""
+    """Return the error for a request that cannot meet its objective. `slo` contains the objective and the predicted
+    times."""
     shown = {name: slo[name] for name in SLO_FIELDS}
     return ApiError(429, why, "slo", "slo_not_met", slo["retry_after_s"], slo=shown)
 
@@ -219,8 +222,8 @@ def engine_loading() -> ApiError:
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """Return the error for a lost engine process. `hung` is the reason why the watchdog killed the process, or ""
-    if it exited.
+    """Return the error for requests whose engine process has ended. `hung` is the reason why the watchdog killed the
+    process, or "" if the process ended by itself.
     """
     how = f"{hung} and was killed" if hung else "died"
     return ApiError(

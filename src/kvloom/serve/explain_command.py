@@ -82,7 +82,8 @@ def describe(record: Mapping[str, Any]) -> list[str]:
 
 
 def _waterfall(phases: list[Mapping[str, Any]], several: bool) -> list[str]:
-    """Return one line per phase: name, start, duration, tokens, and a bar on a common time axis."""
+    """Return one line for each phase of a request: name, start, duration, tokens, and a bar. The bars of all lines have
+    the same time axis. With `several`, the request has several prompts, and each line names its prompt."""
     if not phases:
         return []
     scale = BAR / max(1e-9, *(phase["end_s"] for phase in phases))

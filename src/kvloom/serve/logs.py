@@ -24,8 +24,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Log to stderr. Messages of kvloom are logged from `level` on. Messages of other packages are logged from warning
-    on, or from `level` on if it is higher. Does not replace handlers that the program has set.
+    """Log to stderr. The lowest logged level is `level` for messages of kvloom, and for messages of other packages the
+    higher of `level` and warning. Does not replace handlers that the program has set.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())

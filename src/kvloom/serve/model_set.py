@@ -48,8 +48,8 @@ RESERVE_SECONDS = 30.0
 
 
 class ModelSet:
-    """The models of one server. `context.models` contains them by name. `fault` gets the error if a model of the
-    command line or a background task fails.
+    """The models of one server. `context.models` contains them by name. `fault` is a future. It gets the error if a
+    model of the command line or a background task fails, and the server then ends.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class ModelSet:
             self._on_ready(served)
 
     def _ended(self, served: ServedModel, task: asyncio.Task[None]) -> None:
-        """Handle the end of a model's task. If a model that was added through the API could not be loaded, mark it as
-        failed. Any other failure ends the server, unless the model is being unloaded.
+        """Handle the end of the task that runs a model. If a model that was added through the API could not be loaded,
+        mark the model as failed. Any other error ends the server, unless the model is being unloaded.
         """
         failed = None if task.cancelled() else task.exception()
         if failed is None or served.is_unloading:

@@ -257,7 +257,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _aliases(given: list[str], first: str) -> dict[str, str]:
-    """Return the aliases in texts of the form `NAME=MODEL`. Without `=MODEL`, NAME is an alias of the first model."""
+    """Return the aliases (alias → model) that the texts `given` define. A text is NAME=MODEL, or only NAME for an alias
+    of the first model (`first`)."""
     found = {}
     for one in given:
         alias, _, model = one.partition("=")
@@ -319,8 +320,8 @@ def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argpa
 def _models(
     args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for memory options that conflict or are missing, such as several
-    models without a pool size.
+    """Return the models to serve. Raises ValueError if options of memory or of LoRA adapters conflict or are missing.
+    For example, several models need --memory, or --pool for each model.
     """
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
@@ -371,8 +372,8 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the caps that apply where a key sets none. These are the values of the server's options. If the option
-    for answers or for ttl is not given, a server with keys uses a default, and a server without keys has no limit."""
+    """Return the caps that apply if a key sets none. They are the values of the server's options. Without the option
+    for answers or for ttl, a server with keys uses a default value. A server without keys then has no limit."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

@@ -1,6 +1,6 @@
 """The server's life cycle: bind, load, report ready, serve, drain, exit.
 
-    SIGTERM or SIGINT   refuse new requests (503); running requests may finish within `drain_seconds`; then exit 0
+    SIGTERM or SIGINT   refuse new requests (503), let running requests finish for up to `drain_seconds`, then exit 0
     a second signal     exit at once
 
 Each model's engine runs in a separate process (worker/engine_client.py). This process never loads a model. It tokenises
@@ -45,7 +45,7 @@ SEND_BUFFER_BYTES = 1 << 17
 LOADING_SECONDS = 5.0
 """Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
-"""Seconds in which requests that were ended early can still receive their error responses."""
+"""Seconds to wait before the server ends, so that requests that were ended early can receive their error responses."""
 
 
 class _Server(GracefulServer):
@@ -214,7 +214,8 @@ class _Lifecycle:
 
 
 def _shown(model: ModelOptions) -> str:
-    """Return the name of a model in the log. For a local folder it is the path."""
+    """Return the text that names a model in the log: its folder or hub id, or its served name if the model completes
+    code."""
     return model.served_name if model.completes_code else model.start.model
 
 

@@ -23,7 +23,8 @@ from .worker import Start, WatchdogLimits
 __all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
-"""The pool of an idle model is never shrunk below 1 / SMALLEST_PART of its share."""
+"""If models share memory, the pool of an idle model is never shrunk below 1 / SMALLEST_PART of the model's equal share.
+"""
 METRICS_AUTH = ("auto", "key", "open")
 
 
@@ -39,8 +40,8 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model: the start options of its engine, its name in requests, and its chat options. Without a name, the
-    model has the name of its folder. Without `chat`, the options of the server apply.
+    """One model: the start options of its engine, its name in requests, and its chat options. If `name` is None, the
+    model has the name of its folder. If `chat` is None, the chat options of the server apply.
     """
 
     start: Start
@@ -56,8 +57,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The options of a server. `record` is the file of a traffic recording, and `otlp` is the URL of a receiver of
-    traces. Raises ValueError for invalid options, such as a public host without API keys.
+    """The options of a server. `record` is the file of a traffic recording, and `otlp` is the URL to which
+    OpenTelemetry traces are sent. Raises ValueError for invalid options, such as a public host without API keys.
     """
 
     models: tuple[ModelOptions, ...]
@@ -76,8 +77,8 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
-    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of one of
-    these authorities.
+    """`ssl_certfile` and `ssl_keyfile` are the certificate and key for HTTPS. With `ssl_ca_certs`, clients must present
+    a certificate that one of these authorities has signed.
     """
     quiet: bool = False
     """If set, no start-up message is printed."""
@@ -169,9 +170,9 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int, name: str) -> dict[str, Any]:
-    """Return the settings of the model with index `number` and this served name. `number` is added to the event
-    ports, so that each model has separate ports. `{model}` and `{host}` in the topic are replaced. Raises
-    ValueError for other placeholders.
+    """Return the engine settings of one model, with its own event addresses. `number` is the index of the model. It is
+    added to the event ports, so that each model has separate ports. In the topic, `name` replaces `{model}`, and the
+    host name replaces `{host}`. Raises ValueError for other placeholders.
     """
     if settings.get("kv_events") is None:
         return settings

@@ -11,7 +11,7 @@ from kvloom.core import MISS_REASONS
 __all__ = ["MISS_REASONS", "OUTCOMES", "POOL", "fault_text", "tier_word"]
 
 POOL = "device"
-"""The name of the page pool where hits are counted by tier."""
+"""The name of the page pool in counts of hits by tier."""
 
 OUTCOMES = {
     "ok": "the page was read or written",

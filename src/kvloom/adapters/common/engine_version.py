@@ -12,8 +12,9 @@ __all__ = ["EngineVersion"]
 
 @dataclass(frozen=True)
 class EngineVersion:
-    """The version of an engine with which an adapter is tested. `packages` are the names under which pip may have
-    installed the engine. `check` compares only as many numbers as `tested` has: "0.32" also covers 0.32.1.
+    """The version of an engine (`tested`) with which an adapter is tested. `packages` are the names under which pip may
+    have installed the engine. `check` compares only as many numbers as `tested` has: for "0.32", it also accepts
+    0.32.1.
     """
 
     engine: str

@@ -21,13 +21,13 @@ SLAB_BYTES = 8 << 20
 
 
 class TierPages:
-    """The tiers of one process. The constructor opens them, and raises ValueError if a required tier cannot be
-    opened.
+    """The tiers of one process: host memory, and the other configured tiers. The constructor opens the tiers, and
+    raises ValueError if a required tier cannot be opened.
 
-    `tiers` are the URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With
-    `pin`, host memory is pinned, as a GPU needs it. `others` are tiers that are already open. If given, they
-    replace all configured tiers except the host tier. Only one thread may use `manager`. For several threads,
-    use `WaitingPages`.
+    `tiers` are their URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With `pin`,
+    host memory is pinned, so that a GPU can copy directly. `others` are tiers that are already open. If given, they
+    replace all configured tiers except the host tier. Only one thread may use `manager`. For several threads, use
+    `WaitingPages`.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Start to record the pages that are stored in, and removed from, host memory and disk tiers. Returns two
-        values for each recorded tier: its medium, by vLLM's name ("CPU" or "STORAGE"), and its changes. Shared
-        stores are not recorded, because other processes change them too.
+        """Start to record which pages host memory and disk tiers store and remove. Returns, for each recorded tier, its
+        medium ("CPU" or "STORAGE", as in vLLM's events) and the object that collects its changes. Shared stores are not
+        recorded, because other processes change them too.
         """
         found = [("CPU", self.host.watch())]
         for place in self.manager.tiers:
@@ -76,7 +76,7 @@ class TierPages:
         return found
 
     def close(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close the tiers."""
+        """Write pending pages to the tiers within a time limit, and close the tiers."""
         self.manager.close()
 
 

@@ -16,8 +16,8 @@ STAGING_BYTES = 1 << 30
 
 
 def tier_list(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return the setting `tiers`. Raises ValueError if the setting is not a list of URLs. `where` is the name of the
-    settings in the error message."""
+    """Return the setting `tiers`. Raises ValueError if it is not a list of URLs. `where` names the settings in the
+    error message."""
     tiers = settings.get("tiers")
     if not isinstance(tiers, list | tuple) or not tiers or not all(isinstance(url, str) for url in tiers):
         raise ValueError(

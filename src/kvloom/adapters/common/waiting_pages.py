@@ -4,8 +4,8 @@
     load(objects, copy)    load pages into host memory, then call `copy`, which copies them to the engine
     store(objects, copy)   call `copy`, which fills pages of host memory, then queue writes to the other tiers
 
-Every call ends in bounded time. A page that is missing, late or damaged is a miss. Faults are counted
-and logged by the transfer manager.
+Every call ends within a time limit. A page that is missing, late or damaged is a miss. The transfer manager counts and
+logs faults.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["PageCounts", "WaitingPages"]
 
 Mask = npt.NDArray[np.bool_]
 Copy = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
-"""A function that copies pages between the engine and the arena, which is the memory of the host tier. Its arguments
-are indices of objects, and the offsets of these objects in the arena.
+"""A function that copies pages between the engine and the arena (the memory of the host tier). Its arguments are the
+indices of the objects to copy, and the offsets of these objects in the arena.
 """
 
 POLL_SECONDS = 0.002
@@ -64,9 +64,9 @@ class WaitingPages:
         return lookup.found
 
     def load(self, objects: Objects, copy: Copy, deadline: float | None = None) -> Mask:
-        """Load objects into host memory, and call `copy` for the objects that host memory then has. Returns, for each
-        object, whether it was copied. The load ends at `deadline`, a time of `time.monotonic`. If `deadline` is None,
-        the load ends after the `seconds` of the constructor.
+        """Load objects into host memory, then call `copy` for all objects that are there. Returns, for each object,
+        whether it was copied. The load ends at `deadline` (a time of `time.monotonic`) or, if `deadline` is None, after
+        the `seconds` of the constructor.
         """
         if deadline is None:
             deadline = time.monotonic() + self._seconds
@@ -87,9 +87,9 @@ class WaitingPages:
         return copied
 
     def store(self, objects: Objects, copy: Copy) -> Mask:
-        """Store objects in host memory. Calls `copy` only for objects that host memory does not have yet; `copy` writes
-        them. Then queue writes to the other tiers. Returns, for each object, whether host memory has it. Waits a
-        limited time if the other tiers are slower than the caller.
+        """Store objects in host memory, and queue writes to the other tiers. `copy` must write the bytes of objects
+        that host memory does not have yet. Returns, for each object, whether host memory has it. If the other tiers are
+        slower than the caller, the call first waits a limited time for them.
         """
         deadline = time.monotonic() + self._seconds
         stored, fresh_pages = np.zeros(len(objects), bool), 0
@@ -115,7 +115,7 @@ class WaitingPages:
         return stored
 
     def record_fault(self, name: str, verb: str, pages: int, reason: str) -> None:
-        """Count and log pages that are misses for a reason outside the tiers."""
+        """Count and log pages that are misses because of an error outside the tiers."""
         self.tiers.manager.fault_log.add(name, verb, "failed", pages, reason, time.monotonic())
 
     def close(self) -> None:
@@ -141,8 +141,8 @@ class WaitingPages:
         self._wait(lambda: fetch.done)
 
     def _is_behind(self, size: int) -> bool:
-        """Return whether so many writes to a tier are queued that storing `size` more bytes could evict pages from host
-        memory before they are written. Tiers that have failed or are stuck do not count.
+        """Return whether a tier has so many queued writes that `size` more bytes in host memory could evict pages
+        before these are written to the tier. Tiers that have failed or are stuck do not count.
         """
         limit = self.tiers.host.capacity * 3 // 4 - size
         return any(

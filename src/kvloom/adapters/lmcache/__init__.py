@@ -1,4 +1,5 @@
-"""kvloom's tiers for LMCache: chunks of its server are stored in host memory, disk, remote stores and peers.
+"""kvloom's tiers for LMCache. LMCache's server stores its chunks in host memory, on disk, in remote stores and in
+peers.
 
     version.py        the LMCache version that is tested
     settings.py       Settings: `adapter_params`

@@ -1,13 +1,14 @@
 """KvloomL2Adapter: LMCache's interface for L2 adapters of its server.
 
-LMCache's controllers submit tasks and poll event file descriptors. Threads run the tasks, so no call waits:
+LMCache's controllers submit tasks, and poll event file descriptors for their completion. Threads run the tasks, so no
+call of a controller waits:
 
     submit_store_task            one thread     copy into host memory, then queue writes to the other tiers
     submit_lookup_and_lock_task  one thread     lookup in all tiers
     submit_load_task             two threads    load into host memory, then copy into LMCache's objects
 
-An object that is missing, late or damaged is a miss. LMCache's locks have no effect here: an object that
-is evicted between lookup and load is a miss, too.
+An object that is missing, late or damaged is a miss. Lookups do not lock objects, although LMCache expects it. An
+object that is evicted between lookup and load is therefore a miss, too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class _Tasks:
         self._closed = False
 
     def submit(self, task: L2TaskId, call: Callable[[], Result], otherwise: Result) -> None:
-        """Run `call` in a thread. After any error the result is `otherwise`."""
+        """Run `call` in a thread. Its result becomes the result of the task. If `call` raises, the result of the task
+        is `otherwise`."""
 
         def run() -> None:
             try:
@@ -80,7 +82,7 @@ class _Tasks:
                 self.event.notify()
 
     def take(self, task: L2TaskId) -> Any:
-        """Return the result of a task and forget it. Returns None before the task is complete."""
+        """Return the result of a task, and remove the task. Returns None before the task is complete."""
         with self._lock:
             return self.results.pop(task, None)
 
@@ -174,8 +176,9 @@ class KvloomL2Adapter(L2AdapterInterface):
         """Do nothing, because lookups lock nothing."""
 
     def _lookup(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """Return which objects are stored. A lookup needs the size of an object. This method tries up to MAX_SIZES
-        sizes: the size in LMCache's layout, and sizes that objects of the same group had before.
+        """Return which objects are stored. A lookup in tiers needs the sizes of objects, which LMCache's keys do not
+        contain. This method tries up to MAX_SIZES sizes: the size in LMCache's layout, and sizes that objects of the
+        same group had before.
         """
         by_size: dict[int, list[int]] = defaultdict(list)
         for group, size in {(_group(key), _layout_bytes(layouts, key)) for key in keys}:

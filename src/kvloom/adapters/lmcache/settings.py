@@ -22,9 +22,10 @@ class Settings:
     load_seconds: float = 5.0
     """Longest time of one load, in seconds. Objects that arrive later are misses."""
     max_object_bytes: int = MAX_OBJECT_BYTES
-    """Largest size of an object in bytes. An object has all bytes of one chunk and one group."""
+    """Largest size of an object in bytes. An object contains all bytes of one chunk in one layer group."""
     namespace: str = ""
-    """Part of every key. LMCache identifies a model by its name only, so use another namespace for other weights."""
+    """A text that becomes part of every key. LMCache identifies a model by its name only, so use different namespaces
+    for different weights with the same name."""
 
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> Settings:

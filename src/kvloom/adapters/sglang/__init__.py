@@ -1,8 +1,8 @@
-"""kvloom's tiers for SGLang: pages of HiCache are stored in host memory, disk, remote stores and peers.
+"""kvloom's tiers for SGLang. HiCache stores its pages in host memory, on disk, in remote stores and in peers.
 
     version.py       the SGLang version that is tested
     settings.py      Settings: `--hicache-storage-backend-extra-config`
-    identity.py      what identifies the model in a key
+    identity.py      the text that identifies the model in a key
     pool_pages.py    PoolPages: the bytes of pages in SGLang's host pools
     prefix_hits.py   which prefixes can be loaded from the pages of all pools
     storage.py       KvloomStorage: SGLang's interface for storage backends

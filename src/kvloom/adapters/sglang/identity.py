@@ -26,8 +26,8 @@ _ARGUMENTS = (
 
 
 def model_identity(served_name: str | None, model: str | None) -> str:
-    """Return a text that differs between models whose K and V could differ. `model` replaces the model path of SGLang's
-    server. Reads about 1 MiB of each weight file.
+    """Return a text that identifies the model. Two models have the same text only if they compute the same K and V.
+    `model` replaces the model path of SGLang's server. Reads about 1 MiB of each weight file.
     """
     try:
         arguments: Any = get_server_args()

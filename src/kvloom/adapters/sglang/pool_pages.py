@@ -2,7 +2,7 @@
 
     parts   the pool states the addresses of a page's parts; the parts are copied one after the other
     flat    the pool returns and accepts a page as one tensor
-    none    the pool has no bytes: it only numbers the pages of other pools
+    none    the pool has no bytes of its own: it only contains indices of pages in other pools
 
 A pool that states no addresses uses flat pages.
 """
@@ -31,9 +31,9 @@ _GEOMETRY = (
 
 
 class PoolPages:
-    """Copies pages between a host pool and kvloom's host memory. `shard` states which part of the model the pool
-    stores. With `flat`, a page is read and written as one tensor. Raises ValueError if the pool does not give
-    access to its pages.
+    """Copies pages between one of SGLang's host pools and kvloom's host memory. `shard` describes the part of the model
+    that the pool stores. With `flat`, a page is read and written as one tensor. Raises ValueError if the pool does not
+    give access to its pages.
     """
 
     def __init__(self, name: str, pool: Any, shard: str, flat: bool = False) -> None:
@@ -46,8 +46,9 @@ class PoolPages:
         """The form of the pages. None if the pool has no bytes."""
 
     def read(self, indices: torch.Tensor, pages: Offsets, arena: npt.NDArray[np.uint8], at: Offsets) -> None:
-        """Copy the pages with the numbers `pages` from the pool to the offsets `at` of the arena (kvloom's host
-        memory). `indices` are the token slots of all pages of the call, page by page.
+        """Copy pages from the pool to the offsets `at` of the arena (kvloom's host memory). `indices` are the token
+        slots of all pages of SGLang's call, page by page. `pages` selects the pages to copy, by their index in the
+        call.
         """
         if self.is_flat:
             for index, offset in self._first_slots(indices, pages, at):
@@ -72,9 +73,9 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the arguments of the copies that transfer pages, one batch per part size. A page consists of parts,
-        which may have different sizes. A batch has four values: the offsets of the parts in the pool's memory, their
-        offsets in the arena (kvloom's host memory), the pool's memory, and the size of a part in bytes.
+        """Return the copies that transfer pages, as one batch for each size of parts. A page consists of parts, which
+        may have different sizes. A batch has four values: the offsets of the parts in the pool's memory, their offsets
+        in the arena (kvloom's host memory), the pool's memory, and the size of a part in bytes.
         """
         if not len(pages):
             return []
@@ -98,8 +99,8 @@ class PoolPages:
         return list(zip(first.tolist(), at.tolist(), strict=True))
 
     def _find_parts(self) -> bool:
-        """Set `_sizes` to the sizes of a page's parts. Returns whether this succeeded: False means that the pool does
-        not state the addresses of the parts."""
+        """Set `_sizes` to the sizes of a page's parts. Returns False if the pool does not state the addresses of the
+        parts."""
         try:
             meta = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))
         except (AttributeError, NotImplementedError, ValueError):

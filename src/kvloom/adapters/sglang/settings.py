@@ -28,9 +28,9 @@ class Settings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], world_size: int = 1, is_replicated: bool = False) -> Settings:
-        """Return the settings of an extra config, which `world_size` processes use. With `is_replicated`, only the
-        first process of a tensor-parallel group writes pages, and all processes read them. A shared tier is then
-        required. Opens no tier.
+        """Return the settings in an extra config, which `world_size` processes use. With `is_replicated`, only the
+        first process of a tensor-parallel group writes pages, but all its processes read them. They therefore need a
+        tier that all of them share. Raises ValueError for a wrong value. Opens no tier.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(extra) - {*known, *SGLANG_FIELDS}):

@@ -108,7 +108,7 @@ class KvloomStorage(HiCacheStorage):
 
     @property
     def _rank(self) -> int:
-        """The number of this process among the processes that share one configuration."""
+        """The number of this process among all processes with the same configuration."""
         c = self._config
         return int(
             ((c.dp_rank * c.pp_size + c.pp_rank) * c.attn_cp_size + c.attn_cp_rank) * c.tp_size + c.tp_rank
@@ -143,9 +143,9 @@ class KvloomStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Return the lengths, in pages, of all prefixes that can be loaded, and the largest of these lengths. A prefix
-        can be loaded if each pool has stored the pages that the pool needs for this prefix. Pools with the hit policy
-        BLOCK_GROUPS are not checked. Also return, for each checked pool, the longest prefix that this pool alone could
-        load.
+        can be loaded if the tiers have, for each pool, the pages that this pool needs for the prefix. Pools with the
+        hit policy BLOCK_GROUPS are not checked. Also return, for each checked pool, the longest prefix that could be
+        loaded for this pool alone.
         """
         # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
@@ -226,7 +226,8 @@ class KvloomStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        """Load flat pages into tensors. Returns None for each miss."""
+        """Load flat pages into the tensors `target_locations`. Returns, for each key, its tensor, or None for
+        a miss."""
 
         def call() -> list[torch.Tensor | None]:
             targets, pages = self._flat_pages(keys, target_locations), self._require_open()
@@ -287,7 +288,7 @@ class KvloomStorage(HiCacheStorage):
     # --- upkeep
 
     def clear(self) -> bool:
-        """Make all stored pages misses for this process. Tiers evict them later.
+        """Change the keys of this process, so that all stored pages become misses. Tiers evict these pages later.
 
         With MLA and several tensor-parallel workers, the workers share their pages and cannot agree on new keys. In
         this case, nothing is stored or loaded until SGLang starts again.
@@ -300,7 +301,8 @@ class KvloomStorage(HiCacheStorage):
         return True
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return pages and throughput since the last call, if SGLang collects metrics."""
+        """Return the numbers of pages and the throughputs of all transfers since the last call. Returns None if SGLang
+        collects no metrics."""
         if not self._config.enable_storage_metrics:
             return None
         metrics, self._metrics = self._metrics, StorageMetrics()
@@ -308,11 +310,11 @@ class KvloomStorage(HiCacheStorage):
 
     @property
     def pages(self) -> WaitingPages | None:
-        """The pages in tiers, with their counts. None until all pools are registered."""
+        """The object that loads and stores pages, with its counts. None until all pools are registered."""
         return self._opened
 
     def close(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close the tiers."""
+        """Write pending pages to the tiers within a time limit, and close the tiers."""
         if self._opened is not None:
             self._opened.close()
 
@@ -336,8 +338,8 @@ class KvloomStorage(HiCacheStorage):
         )
 
     def _stored(self, pools: list[str], keys: list[str]) -> list[npt.NDArray[np.bool_]]:
-        """Return, for each pool, which pages are stored. A pool without bytes counts as having every page, and an
-        unknown pool as having none."""
+        """Return, for each pool, which of its pages are stored under `keys`. For a pool without bytes, all pages count
+        as stored. For an unknown pool, no page counts as stored."""
         known = [self._pools.get(name) for name in pools]
         masks = [np.full(len(keys), pool is not None and pool.form is None) for pool in known]
         at = [i for i, pool in enumerate(known) if pool is not None and pool.form is not None]
@@ -347,7 +349,7 @@ class KvloomStorage(HiCacheStorage):
         return masks
 
     def _lookup(self, forms: list[Form], keys: list[str]) -> list[npt.NDArray[np.bool_]]:
-        """Return for each form which keys are stored."""
+        """Return, for each form (byte layout of pages), which keys are stored."""
         misses = [np.zeros(len(keys), bool) for _ in forms]
         if self._is_cleared or not keys or not forms:
             return misses

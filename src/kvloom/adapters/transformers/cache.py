@@ -5,8 +5,8 @@
       forward    before: reserve pages     update(): write K and V, return all visible K and V     after: record tokens
       close      publish full blocks and checkpoints; pages stay cached
 
-The tokens of a forward are committed when the next forward begins. Until then `crop` can discard them without a
-rollback. While the model runs, recurrent states are in transformers' layers. A commit copies them to pages.
+The tokens of a forward are committed when the next forward begins. Until then `crop` can discard these tokens without a
+rollback. While the model runs, transformers' layers have the recurrent states. A commit copies the states to pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_positi
 
 @dataclass(slots=True)
 class _Step:
-    """One forward of the model. `tokens` has the new tokens of each sequence. They begin at position `start`,
-    which is the same in all sequences. `pages` caches the results of `_page_ids`. The key of a result is
-    (`group`, `run`), which selects the block table of a layer.
+    """One forward of the model. `tokens` has the new tokens of each sequence. They begin at position `start`, which is
+    the same in all sequences. `pages` caches the results of `_page_ids`. Its keys are (`group`, `run`) of a layer,
+    which select the layer's block table.
     """
 
     start: int
@@ -150,8 +150,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
     def open(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Iterator[int]:
         """Open the cached pages of a batch of prompts [prompts, tokens], for a generation loop without `generate`.
 
-        Yields a number n: the first n tokens of each prompt need not be computed. The caller then runs the model on
-        `input_ids[:, n:]` with this cache. `generate` calls this method itself.
+        Yields a number n: the first n tokens of each prompt are cached or already computed. Inside the `with` block,
+        the caller runs the model on `input_ids[:, n:]` with this cache. `generate` calls this method itself.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another call uses this kvloom.Cache; use one Cache for each thread")
@@ -308,8 +308,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 self._model(**inputs)
 
     def _compute_to_checkpoints(self, prompts: torch.Tensor) -> None:
-        """Compute all tokens of the prompts except the last, in steps that end where the cache takes state snapshots.
-        The caller computes the last token. Does nothing for models without states.
+        """For a model with states, compute all tokens of the prompts except the last. Each forward ends where the cache
+        takes a state snapshot. The caller computes the last token. Does nothing for models without states.
         """
         end = prompts.shape[1]
         while True:
@@ -322,7 +322,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             self._compute(prompts[:, start:stop].to(self._model.device))
 
     def _commit(self) -> None:
-        """Commit the tokens of the last forward: publish full blocks, take checkpoints."""
+        """Commit the tokens of the last forward. The prefix cache then has their full blocks and checkpoints."""
         if not self._pending:
             return
         self._store_states()
@@ -434,8 +434,8 @@ class Cache(TransformersCache):  # type: ignore[misc]
         """Remove the last `-tokens_to_remove` tokens of each sequence. The argument is negative or 0, as in
         transformers.
 
-        A model with recurrent states or windows may have to go back to an earlier checkpoint. The next forward then
-        computes the tokens after this checkpoint again.
+        With recurrent states or windows, the sequences may have to go back further, to an earlier checkpoint. The next
+        forward then first computes the tokens after this checkpoint again.
         """
         remove = -tokens_to_remove
         if not 0 <= remove <= self.get_seq_length():

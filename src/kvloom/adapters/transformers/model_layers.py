@@ -1,4 +1,4 @@
-"""Finds the data that each layer of a Hugging Face model stores. For this, the model runs once on a few tokens,
+"""Finds the data that each layer of a Hugging Face model stores. To find them, the model runs once on a few tokens,
 with transformers' own cache.
 
 The shapes and dtypes of K, V and states come from this run, not from the config. Every model whose layers use
@@ -39,7 +39,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers:
-    """The layer specs of a model: "layers.N.attention" has K and V, "layers.N.state" the states of layer N.
+    """The layer specs of a model by name. "layers.N.attention" describes K and V of layer N, and "layers.N.state"
+    describes its states.
 
     `continues_states` is True if a forward of several tokens starts from the stored states. Some modeling code uses the
     stored states only for single tokens.
@@ -57,7 +58,8 @@ def forward_arguments(
     model: Any, tokens: torch.Tensor, cache: Any, start: int, all_logits: bool = False
 ) -> dict[str, Any]:
     """Return the arguments of a forward that computes `tokens` from position `start` on. They include `position_ids`,
-    because some modeling code would otherwise count positions from 0.
+    because some modeling code would otherwise count positions from 0. Without `all_logits`, the model returns only the
+    logits of the last token, if it supports this.
     """
     names = inspect.signature(model.forward).parameters
     arguments = {"input_ids": tokens, cache_argument(model): cache, "use_cache": True}
@@ -111,9 +113,9 @@ def _run(model: Any, tokens: torch.Tensor, cache: Any, start: int = 0) -> torch.
 
 
 def _continues_states(model: Any, tokens: torch.Tensor, cache: Any) -> bool:
-    """Return whether a model continues from stored states in a forward of several tokens. To test this, the model
-    runs the second half of `tokens` with `cache`, which already contains the first half. The logits are compared
-    with the logits of one run over all tokens. Small differences by rounding are accepted.
+    """Return whether a forward of several tokens continues from the stored states. `cache` already contains the first
+    half of `tokens`, and the model runs the second half. The logits are compared with those of one run over all tokens.
+    Small differences by rounding are accepted.
     """
     whole = _run(model, tokens, DynamicCache(config=model.config))[:, _PROBE_TOKENS:]
     parts = _run(model, tokens[:, _PROBE_TOKENS:], cache, _PROBE_TOKENS)

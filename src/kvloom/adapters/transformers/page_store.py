@@ -54,8 +54,9 @@ class PageStore:
         self._orders = count()
 
     def open(self, prompts: list[list[int]], controls: list[CacheControl]) -> list[Sequence]:
-        """Open one sequence per prompt, which begins with the cached tokens of the prompt. Loads pages from tiers and
-        waits for them. All sequences have the same length, because longer hits are rolled back.
+        """Open one sequence per prompt. It begins with the cached tokens of the prompt. Pages in tiers are loaded
+        first, and the call waits for them. All sequences have the same length: sequences with longer hits are rolled
+        back.
         """
         opened: list[Sequence] = []
         try:
@@ -102,14 +103,14 @@ class PageStore:
         self.apply_copies()
 
     def out_of_memory(self, tokens: int) -> MemoryError:
-        """Return the error for a batch of `tokens` tokens that does not fit."""
+        """Return the error for a batch of `tokens` tokens that does not fit into the pool."""
         return MemoryError(
             f"the batch needs pages for {tokens} tokens and their states, but the pool of "
             f"{format_bytes(self._bytes)} is too small: give kvloom.Cache more memory, or use a smaller batch"
         )
 
     def apply_copies(self) -> None:
-        """Start queued offloads, then make the pending copies inside the pool."""
+        """Start queued offloads, then make the pending copies between pages of the pool."""
         if self.offload is not None:
             self.offload.flush()
         copies = self.kv.take_copies()

@@ -1,12 +1,13 @@
-"""kvloom's tiers for vLLM: blocks of vLLM's KV cache are stored in host memory, disk, remote stores and peers.
+"""kvloom's tiers for vLLM. vLLM stores blocks of its KV cache in host memory, on disk, in remote stores and in peers.
 
     version.py           the vLLM versions that are tested
     settings.py          Settings: `kv_connector_extra_config`
-    identity.py          what identifies the weights of a model and of a LoRA adapter
+    identity.py          texts that identify the weights of a model and of a LoRA adapter
     request_hashes.py    block hashes of a request, salted with model, adapter and cache salt
     block_groups.py      BlockGroup: block size, window and byte layout of a KV cache group
     shard.py             Shard: the part of the model that a worker has
     layer_pages.py       copies between vLLM's layer tensors and host memory
+    compute_time.py      ComputeTime: how long vLLM takes to compute tokens
     tier_events.py       TierEvents: block events of tiers in vLLM's format
     messages.py          the messages between scheduler and worker in every step
     scheduler_side.py    which pages a request loads and stores
@@ -15,10 +16,11 @@
     secondary_tier.py    KvloomTier: vLLM's interface for tiers behind its own CPU offloading
 
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvloomConnector", "kv_connector_module_path":
-"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'`
-loads this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
+"kvloom.adapters.vllm", "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": ["disk:/nvme/kv:1TiB"]}}'` loads
+this module. `kvloom.adapters.common` opens the tiers. See docs/vllm.md.
 
-The life of a hit. The scheduler and the workers are separate processes. Only workers open tiers.
+The diagram shows the calls for a prompt whose pages a tier has. The scheduler and the workers are separate processes.
+Only workers open tiers.
 
     scheduler                                    worker
     get_num_new_matched_tokens: None  ──lookup──>  look up in all tiers, load into host memory, lease the pages

@@ -1,8 +1,9 @@
 """Block size, window and resume rule of vLLM's KV cache groups.
 
-A prompt resumes at position p if every full group has all blocks before p, every windowed group has the blocks that
-token p can read, and every state group has the state after exactly p tokens. vLLM keeps this state in the block that
-ends at p. kvloom's own resume rule is the same, for its own layouts (`core/prefix/resume_rule.py`).
+A prompt can resume at position p if three conditions hold. Every full group has all blocks before p. Every windowed
+group has the blocks that token p can read. Every state group has the state after exactly p tokens. vLLM keeps this
+state in the block that ends at p. kvloom's own resume rule is the same, for its own layouts
+(`core/prefix/resume_rule.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """One KV cache group. `window` is the number of tokens that a query sees, including its own token. `chunk` is
-    the number of tokens in a chunk of chunked local attention. With `is_state`, a block contains the recurrent state
-    after its last token. Otherwise, if `window` and `chunk` are 0, the group has full attention.
+    """One KV cache group of vLLM. `window` is the number of tokens that a query can read, including its own token.
+    `chunk` is the number of tokens in a chunk of chunked local attention. With `is_state`, a block contains the
+    recurrent state after its last token. A group with none of the three has full attention.
     """
 
     index: int
@@ -70,8 +71,8 @@ class BlockGroup:
         return first // self.block_tokens
 
     def can_resume(self, start: int, position: int, found: Mask) -> bool:
-        """Return whether this group has all blocks that a prompt needs to resume at `position`. vLLM itself has the
-        blocks before token `start`. For each later block, `found` states whether a tier has it.
+        """Return whether all blocks of this group that a prompt needs to resume at `position` exist. vLLM itself has
+        the blocks before token `start`. For each later block, `found` states whether a tier has it.
         """
         base = start // self.block_tokens
         first = max(0, self.first_block(position) - base)
@@ -148,7 +149,7 @@ def _only(sizes: set[int], name: str) -> int:
 
 
 def _check_states(spec: KVCacheSpec, layer: str) -> None:
-    """Raises ValueError if vLLM does not keep the states of a group at the ends of blocks."""
+    """Raise ValueError if vLLM does not keep the recurrent states of a group at the ends of blocks."""
     for one in iter_layer_specs(spec):
         assert isinstance(one, MambaSpec)
         if one.mamba_cache_mode != "align":
@@ -169,8 +170,9 @@ def common_block_tokens(groups: Sequence[BlockGroup]) -> int:
 
 
 def resume_positions(groups: Sequence[BlockGroup], start: int, end: int, found: Sequence[Mask]) -> list[int]:
-    """Return all positions in (start, end] at which a prompt can resume, in ascending order. `found` states for each
-    group which blocks from `start` on are stored. O(blocks of full groups + positions * blocks of windows).
+    """Return all positions in (start, end] at which a prompt can resume, in ascending order. `found` states, for each
+    group, which of its blocks from token `start` on are stored. O(blocks of full groups + positions * blocks of
+    windows).
     """
     step = common_block_tokens(groups)
     for group, mask in zip(groups, found, strict=True):

@@ -15,7 +15,8 @@ prompt.
 
 
 class ComputeTime:
-    """Measures how long vLLM's steps take. Does nothing unless `enabled`. On a GPU the device's clock is used."""
+    """Measures how long vLLM's steps take. If `enabled` is False, nothing is measured. On a GPU, CUDA events measure
+    the time."""
 
     def __init__(self, enabled: bool) -> None:
         self._model = None

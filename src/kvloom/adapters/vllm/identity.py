@@ -25,8 +25,8 @@ _IRRELEVANT_FIELDS = ("_name_or_path", "transformers_version", "architectures", 
 
 
 def model_identity(vllm_config: VllmConfig) -> str:
-    """Return a text that differs between models whose K and V could differ. Reads about 1 MiB of each weight file.
-    Raises ValueError if no weight files are found.
+    """Return a text that identifies the model. Two models have the same text only if they compute the same K and V.
+    Reads about 1 MiB of each weight file. Raises ValueError if no weight files are found.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IRRELEVANT_FIELDS}
@@ -52,7 +52,7 @@ def model_identity(vllm_config: VllmConfig) -> str:
 
 
 def adapter_identity(name: str, path: str) -> str:
-    """Return the identity of a LoRA adapter: its name and its files. Another version under the same name has another
-    identity.
+    """Return a text that identifies a LoRA adapter by its name and its files. Another version of the adapter with the
+    same name has another identity.
     """
     return f"{name} {weights_digest(path, None)}"

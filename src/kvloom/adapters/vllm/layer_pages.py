@@ -1,12 +1,11 @@
-"""Copies of blocks between vLLM's layer tensors and the arena, which is kvloom's host memory.
+"""Copies blocks between vLLM's layer tensors and the arena, which is kvloom's host memory.
 
     vLLM: one tensor per layer, with one row per block  <──>  arena: one page per block and group
 
-A page contains the rows of its block from all layers of the group. A layer with a recurrent state has several
-tensors, for example one for its convolution and one for its state.
+A page contains the rows of its block from all layers of the group. A layer with a recurrent state has several tensors,
+for example one for its convolution and one for its state.
 
-On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate
-stream.
+On a CPU a copy is done when the call returns. On a GPU rows pass through one staging tensor, on a separate stream.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["LayerPages"]
 
 MIN_CHECKED_BYTES = 32 * 1024
-"""A page has one checksum per layer if all its layers have the same size, and at least this many bytes. Otherwise a
-page has one checksum.
+"""A page has one checksum per layer if all its layers have the same size, and this size is at least MIN_CHECKED_BYTES.
+Otherwise a page has a single checksum.
 """
 Offsets = npt.NDArray[np.int64]
 IsDone = Callable[[], bool]
@@ -47,9 +46,9 @@ LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b
-    * stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor; it becomes a
-    part of the form (byte layout) of the pages.
+    """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b *
+    stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor. It is a part of
+    the form, which describes the byte layout of pages.
     """
 
     rows: torch.Tensor
@@ -86,10 +85,10 @@ class LayerPages:
     def offload(
         self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], to: Offsets
     ) -> IsDone:
-        """Copy blocks to the offsets `to` of the arena (kvloom's host memory). Returns a function that returns whether
-        the copy is done.
+        """Copy blocks to the offsets `to` of the arena (kvloom's host memory). Returns a function with which the caller
+        can ask whether the copy is done.
 
-        Later work on the current stream may overwrite the blocks. This does not affect the copy.
+        Later work on the current stream may overwrite the blocks without an effect on the copy.
         """
         if not self._staged:
             for layer, start in self._starts(group):
@@ -108,8 +107,8 @@ class LayerPages:
             return self._mark()
 
     def load(self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], at: Offsets) -> IsDone:
-        """Copy pages at the offsets `at` of the arena (kvloom's host memory) into blocks. Returns a function that
-        returns whether the copy is done."""
+        """Copy pages at the offsets `at` of the arena (kvloom's host memory) into blocks. Returns a function with which
+        the caller can ask whether the copy is done."""
         if not self._staged:
             for layer, start in self._starts(group):
                 assert layer.memory is not None
@@ -137,8 +136,8 @@ class LayerPages:
 
     @contextmanager
     def _copy_stream(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """A context in which copies run on the copy stream, after earlier work on the current stream. PyTorch does not
-        reuse the memory of `tensors` before the copies are done. On a CPU, the context has no effect.
+        """A context in which copies run on a separate CUDA stream, after earlier work on the current stream. PyTorch
+        does not reuse the memory of `tensors` before the copies are done. On a CPU, the context has no effect.
 
         The current stream is not the default stream, because vLLM runs the model on a stream of its own.
         """

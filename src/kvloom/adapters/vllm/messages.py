@@ -12,9 +12,9 @@ __all__ = ["Answer", "Answers", "Change", "Load", "Lookup", "Step", "Store"]
 
 @dataclass(slots=True)
 class Lookup:
-    """A message of the scheduler: look up the blocks of tokens [start, end) and load them into host memory. `hashes`
-    contains the block hashes of these tokens, by block size. `number` identifies this lookup, because a request may
-    have several lookups.
+    """A message of the scheduler: look up the blocks of tokens [start, end) in the tiers, and load them into host
+    memory. `hashes` maps each block size to the block hashes of these tokens. `number` identifies this lookup, because
+    a request may have several lookups.
     """
 
     request_id: str
@@ -26,9 +26,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """A message of the scheduler: copy the blocks of tokens [start, end) from host memory into vLLM's blocks. The
-    lookup with the same `number` has loaded these blocks into host memory. `block_ids` contains the ids of vLLM's
-    blocks for each group. Id 0 means that no token reads the block any more.
+    """A message of the scheduler: copy the pages of tokens [start, end) from host memory into vLLM's blocks. The lookup
+    with the same `number` has loaded these pages into host memory. `block_ids` contains, for each group, the ids of
+    vLLM's blocks. Id 0 means that no token reads the block any more, so it is not copied.
     """
 
     request_id: str
@@ -51,8 +51,8 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """The message of the scheduler to every worker for one step. `ended` are requests whose leased pages are no
-    longer needed.
+    """The message of the scheduler to every worker for one step. `ended` are the ids of requests whose leased pages are
+    no longer needed.
     """
 
     lookups: list[Lookup] = field(default_factory=list)
@@ -65,8 +65,8 @@ class Step(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Answer:
-    """The answer of one worker to the lookup `number`: the positions at which the request can resume with pages that
-    this worker has leased. No positions mean a miss.
+    """The answer of one worker to the lookup `number`. `positions` are the positions at which the request can resume
+    with the pages that this worker has leased in host memory. An empty list means a miss.
     """
 
     request_id: str
@@ -75,7 +75,8 @@ class Answer:
 
 
 class Change(NamedTuple):
-    """A tier of `medium` has stored a page, or has removed it if `is_stored` is False."""
+    """A change of a tier: it has stored a page or, if `is_stored` is False, removed it. `medium` is the kind of tier,
+    as in vLLM's events."""
 
     medium: str
     is_stored: bool

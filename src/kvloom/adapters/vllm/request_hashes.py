@@ -1,4 +1,5 @@
-"""Block hashes of a vLLM request. The root covers the model, the LoRA adapter and the cache salt."""
+"""Block hashes of a vLLM request. The root (the hash before the first block) depends on the model, the LoRA adapter and
+the cache salt."""
 
 from __future__ import annotations
 

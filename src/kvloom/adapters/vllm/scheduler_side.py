@@ -40,8 +40,8 @@ class _Lookup:
 
 @dataclass(slots=True)
 class _State:
-    """The state of one request. `stored` is the number of tokens whose full blocks were passed to the tiers. It is
-    None before the first step of the request.
+    """The state of one request. `stored` is the number of tokens whose full blocks were passed to the workers for
+    storing. It is None before the first step of the request. `may_load` is False if the request must not load pages.
     """
 
     request: Request
@@ -52,8 +52,8 @@ class _State:
 
 
 class SchedulerSide:
-    """Plans loads if `loads` is True, and stores if `stores` is True. `workers` is the number of workers that answer
-    each lookup.
+    """Decides which pages the workers load and store. If `loads` is False, nothing is loaded, and if `stores` is False,
+    nothing is stored. `workers` is the number of workers that answer each lookup.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class SchedulerSide:
         self._requests[request.request_id] = _State(request, hashes, may_load=self._loads)
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after `computed` can be loaded, and whether they are loaded asynchronously. The number
-        is None while the workers look in the tiers.
+        """Return how many tokens after the first `computed` tokens can be loaded, and whether they are loaded
+        asynchronously. The number is None while the workers look up and load the pages.
         """
         state = self._requests.get(request.request_id)
         if state is None or not state.may_load or request.skip_reading_prefix_cache:
@@ -118,8 +118,8 @@ class SchedulerSide:
         return _Lookup(self._numbers, start)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Make the workers load pages into blocks that vLLM has allocated. The pages contain the last `external` tokens
-        before the resume position that `match` found. If `external` is 0, nothing is loaded, and the workers release
+        """Make the workers copy pages into blocks that vLLM has allocated. The pages contain the last `external` tokens
+        before the resume position that `match` found. If `external` is 0, nothing is copied, and the workers release
         the pages that they leased for the lookup.
 
         vLLM calls this method again, with `external` 0, when a load has ended. The second call has no effect.
@@ -145,7 +145,8 @@ class SchedulerSide:
         self._next.loads.append(Load(request.request_id, lookup.number, start, end, ids))
 
     def build_step(self, output: SchedulerOutput) -> Step:
-        """Return the message for the workers, with the blocks that this step completes."""
+        """Return the message for the workers: pending lookups and loads, and stores of the blocks that this step
+        completes."""
         step, self._next = self._next, Step()
         step.tokens = output.total_num_scheduled_tokens
         if self._stores:
@@ -211,7 +212,7 @@ class SchedulerSide:
                 step.stores.append(Store(number, [name], [block]))
 
     def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
-        """Record the answers of the workers. A request whose load failed loads nothing more from
+        """Record the answers of the workers. `failed` are requests whose load failed. They load nothing more from
         tiers."""
         for answer in answers:
             state = self._requests.get(answer.request_id)

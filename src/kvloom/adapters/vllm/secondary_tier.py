@@ -1,7 +1,7 @@
 """KvloomTier: kvloom's tiers behind vLLM's own CPU offloading (`TieringOffloadingSpec`), selected by `module_path`.
 
-vLLM copies blocks between the GPU and its CPU memory. This tier copies chunks of that CPU memory to and from kvloom's
-tiers. vLLM's scheduler calls it, so no call may wait. Threads wait for the tiers and copy the bytes.
+vLLM copies blocks between the GPU and its own CPU memory. This tier copies chunks between that CPU memory and kvloom's
+tiers. vLLM's scheduler calls this tier, so no call may wait. Threads wait for the tiers and copy the bytes.
 
     lookup ──> thread: WaitingPages.lookup ──> HIT or MISS at a later call; RETRY until then
     submit_store ──> thread: WaitingPages.store ──> get_finished_jobs
@@ -58,8 +58,8 @@ class KvloomTier(SecondaryTierManager):
     """A secondary tier of vLLM that stores chunks in kvloom's tiers. `tiers` and `load_seconds` are as in the
     connector's `Settings`.
 
-    Chunks are found by vLLM's block hashes. These cover the cache salt and the name of the LoRA adapter, but not the
-    version of the adapter.
+    Chunks are found by vLLM's block hashes. The hashes depend on the cache salt and on the name of the LoRA adapter,
+    but not on the version of the adapter.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -138,13 +138,13 @@ class KvloomTier(SecondaryTierManager):
         return self._open_jobs > 0
 
     def drain_jobs(self) -> None:
-        """Wait until every job has ended. Loads end by their deadlines."""
+        """Wait until every job has ended. Raises TimeoutError after DRAIN_SECONDS. Loads end at their deadlines."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._open_jobs, DRAIN_SECONDS):
                 raise TimeoutError(f"{self._open_jobs} jobs did not end within {DRAIN_SECONDS:g} seconds")
 
     def shutdown(self) -> None:
-        """Write pending pages to the tiers, in bounded time, and close the tiers."""
+        """Write pending pages to the tiers within a time limit, and close the tiers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._open_jobs, SHUTDOWN_SECONDS)
         for threads in (self._lookups, self._stores, self._loads):
@@ -216,8 +216,8 @@ class KvloomTier(SecondaryTierManager):
         return JobResult(job.job_id, complete, None if complete else there, took, size)
 
     def _miss(self, job: TransferJob, keys: Collection[OffloadKey]) -> None:
-        """Answer later lookups of the job's request for `keys` with MISS. Otherwise vLLM would load the same chunks
-        again and again."""
+        """Record that `keys` are misses for the request of a job, so that its later lookups of these keys return MISS.
+        Otherwise vLLM would try to load the same chunks again and again."""
         found = self._found.get(job.req_context.req_id)
         if found is not None:
             found.update(dict.fromkeys(keys, False))
@@ -225,8 +225,9 @@ class KvloomTier(SecondaryTierManager):
     def _copy(
         self, chunk_ids: npt.NDArray[np.int64], to_tiers: bool
     ) -> Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]:
-        """Return a function that copies chunks between vLLM's CPU memory and the arena (kvloom's host memory). The
-        function takes indices in `chunk_ids`, and the offsets of these chunks in the arena.
+        """Return a function that copies chunks between vLLM's CPU memory and the arena (kvloom's host memory). With
+        `to_tiers`, it copies to the arena, otherwise from the arena. The function takes indices in `chunk_ids`, and the
+        offsets of these chunks in the arena.
         """
         size = self.block_size_bytes
 
@@ -241,8 +242,8 @@ class KvloomTier(SecondaryTierManager):
 
 
 def _root(config: OffloadingConfig) -> bytes:
-    """Return the root of all block hashes in the tiers. It covers the weights, and how vLLM divides tokens into hashed
-    chunks.
+    """Return the root of all block hashes in the tiers. It depends on the weights, and on the numbers of tokens per
+    hash and of blocks per chunk.
     """
     try:
         weights = weights_digest(config.model.name, None)

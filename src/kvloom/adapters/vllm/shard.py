@@ -15,10 +15,10 @@ __all__ = ["Shard", "worker_count"]
 class Shard:
     """The part of the KV cache that one worker has.
 
-    `rank` is the number of the worker in its replica. `text` contains the tensor and pipeline rank of the worker,
-    and the tensor and pipeline sizes. Workers share pages only if they have the same `text`. `text` does not
-    contain the data-parallel replica, because all replicas have equal pages. `process` is unique among the workers
-    of all replicas. It replaces `{rank}` in the URLs of tiers.
+    `rank` is the number of the worker in its data-parallel replica. `process` is its number among the workers of all
+    replicas, and replaces `{rank}` in the URLs of tiers. `text` contains the tensor and pipeline rank of the worker,
+    and the sizes of both. Workers share pages only if they have the same `text`. The number of the replica is not in
+    `text`, because all replicas have equal pages.
     """
 
     rank: int
@@ -40,9 +40,9 @@ class Shard:
 
 
 def worker_count(parallel: ParallelConfig) -> int:
-    """Return the number of workers in all replicas. For models without experts, vLLM sets the number of
-    replicas in the config to 1, so the real number is unknown. The result then counts only the workers of
-    replicas up to and including the replica of this config.
+    """Return the number of workers in all data-parallel replicas. For models without experts, vLLM sets the number of
+    replicas in the config to 1, so the real number is unknown. The result then counts only the replica of this config
+    and those with smaller numbers.
     """
     replicas = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
     return int(parallel.world_size * replicas)

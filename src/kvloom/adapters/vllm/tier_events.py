@@ -1,9 +1,8 @@
-"""Block events of tiers in vLLM's format: which blocks were stored in, and removed from, host memory and
-disk.
+"""Block events of tiers in vLLM's format. They report which blocks host memory and disk have stored and removed.
 
-Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler
-publishes events with vLLM's hashes. To translate, the scheduler remembers both hashes of every block that
-this process has stored.
+Workers report changes with kvloom's block hashes. Routers use vLLM's own block hashes, so the scheduler publishes
+events with vLLM's hashes. To translate, the scheduler remembers both hashes of every block that this process has
+stored.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class _Block:
 
 
 class TierEvents:
-    """Creates vLLM's events from changes of tiers. A group has events only if its block size is the size of the
+    """Creates vLLM's events from changes of tiers. A layer group has events only if its block size equals that of the
     blocks that vLLM hashes.
     """
 
@@ -52,7 +51,7 @@ class TierEvents:
         self._events: list[KVCacheEvent] = []
 
     def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
-        """Remember the fields of block `index` of a request, for later events. The block is about to be stored in
+        """Store the fields of block `index` of a request for later events about this block. The block will be stored in
         tiers under `block_hash`.
         """
         if group not in self._groups or index >= len(request.block_hashes):

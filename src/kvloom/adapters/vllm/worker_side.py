@@ -4,8 +4,8 @@
     Load   ──> copy from the leased pages into blocks ──> finished, or failed if a page is missing
     Store  ──> copy from blocks into host memory ──> queued writes to the other tiers
 
-If a page is missing, late or damaged, no answer includes a position that needs this page. vLLM
-recomputes the tokens of the page.
+If a page is missing, late or damaged, the answer contains no position that needs this page, and vLLM recomputes the
+tokens of the page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ prefix.
 MIN_SECONDS = 0.1
 """Shortest deadline of a load, in seconds."""
 IDLE_SECONDS = 0.001
-"""Seconds that a step without tokens waits for tiers, so that an idle engine does not spin."""
+"""Seconds that a step without tokens waits for tiers. Otherwise an engine that only waits for tiers would run empty
+steps without a pause."""
 
 
 @dataclass
@@ -55,9 +56,9 @@ class WorkerStats:
 
 @dataclass
 class _LookupJob:
-    """One lookup and its pages. The index of a block counts from the block that contains token `message.start`. All
-    lists have one entry per group. `found` states which blocks tiers have. `leases` has the leases of the loaded
-    pages. `firsts` has the index of the first leased block.
+    """One lookup of the scheduler, and the load of its pages. Block indices count from the block that contains token
+    `message.start`. All lists have one entry per group. `found` states which blocks tiers have. `leases` keep the
+    loaded pages in host memory. `firsts` are the indices of the first leased blocks.
     """
 
     message: Lookup
@@ -214,8 +215,8 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Start to load the pages of the longest prefix that tiers have. Returns False if tiers have no prefix, or if
-        recomputing is faster.
+        """Start to load the pages of the longest prefix that tiers have into host memory. Returns False if tiers have
+        no prefix, or if recomputing is estimated to be faster.
         """
         start = job.message.start
         positions = resume_positions(self._groups, start, job.message.end, job.found)
@@ -248,10 +249,10 @@ class WorkerSide:
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether loading is estimated to be slower than computing. This is true if a tier needs longer to
-        load its part of the `missing` pages than vLLM needs to compute the tokens up to position `job.target`. If
-        so, raise the estimated throughput of this tier, so that it is tried again later. Returns False if all pages
-        are in host memory, or if too little was measured.
+        """Return whether loading is estimated to be slower than computing. Loading is slower if a tier needs longer for
+        its part of the `missing` pages than vLLM needs to compute the tokens up to position `job.target`. The estimated
+        throughput of this tier is then raised a little, so that the tier is tried again later. Returns False if no page
+        is missing in host memory, or if too little was measured.
         """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:
@@ -334,7 +335,8 @@ class WorkerSide:
     def _plan(
         self, job: _LookupJob, message: Load
     ) -> list[tuple[int, list[int], npt.NDArray[np.int64]]] | None:
-        """Return for each group the blocks to fill and their offsets in host memory, or None if a page is missing."""
+        """Return, for each group, its number, the blocks to fill, and the offsets of their pages in host memory. Return
+        None if a page is missing."""
         plan = []
         for number, group in enumerate(self._groups):
             shift = (message.start - job.message.start) // group.block_tokens - job.firsts[number]

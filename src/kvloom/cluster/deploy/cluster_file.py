@@ -19,14 +19,14 @@ affinity-seconds = 0.1
 model = "meta-llama/Llama-3.1-8B-Instruct"
 role = "decode"                     # prefill, decode, both or encode
 replicas = 2
-max-replicas = 6                    # if larger than replicas: the number follows the load
-target-requests = 16                # open requests per replica that scaling aims at
+max-replicas = 6                    # if larger than replicas: the number of replicas follows the load
+target-requests = 16                # scaling keeps about this many open requests per replica
 gpus = 1
 host-memory = "64GiB"               # other workers read the host memory of prefill and encode workers
 [workers.decode.arguments]          # arguments of `kvloom serve`
 pool = "60GiB"
 
-Workers ask the encode workers of the same model for the embeddings of images.
+If a cluster has encode workers, other workers of the same model ask them for the embeddings of images.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SHARE_PORT = 7400
 """First port at which workers share pages. Encode workers use the ports from ENCODE_PORT on."""
 ENCODE_PORT = 7500
 SURGE = 2
-"""A group that shares pages has one port per replica, and this many additional ports. They are needed in a rolling
-restart, in which old and new replicas run at the same time.
+"""A group that shares pages has one port per replica, and this many more. In a rolling restart, old and new replicas
+run at the same time and need separate ports.
 """
 _KEYS = {
     "cluster": (
@@ -66,8 +66,8 @@ _KEYS = {
 class Group:
     """A group of equal processes: `kvloom serve` with one role, or `kvloom route`.
 
-    A process must be ready within `start_seconds`. When it ends, its requests may finish within `drain_seconds`. A
-    replica is added if the load has required it for `scale_seconds`. A replica is removed if the load has not
+    A process must be ready within `start_seconds`. Before it ends, it waits up to `drain_seconds` for its requests. A
+    replica is added when the load has required one for `scale_seconds`. A replica is removed when the load has not
     required it for 10 times `scale_seconds`.
     """
 
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def share_ports(self) -> range:
-        """Ports at which replicas of the group may share pages. Empty if they do not share pages."""
+        """Ports at which replicas of the group may share pages with other workers. Empty if they share no pages."""
         count = self.max_replicas + SURGE if self.shares else 0
         return range(self.share_port, self.share_port + count)
 
@@ -173,8 +173,8 @@ class ClusterFile:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All groups, in the order in which they start: first the workers from which other workers read, then the other
-        workers, then the routers."""
+        """All groups, in the order in which they start: first the workers that share pages, then the other workers,
+        then the routers."""
         order = {"encode": 0, "prefill": 1}
         return (*sorted(self.workers, key=lambda group: order.get(group.role, 2)), self.router)
 
@@ -190,8 +190,8 @@ class ClusterFile:
         return [one for one in self.workers if one.role == "encode" and one.model == group.model]
 
     def digest(self, group: Group) -> str:
-        """Return a digest of everything that the command lines of a group depend on. If the digest changes, the
-        replicas restart."""
+        """Return a digest of all settings that affect the command lines of a group. If the digest differs from that of
+        the running replicas, `kvloom deploy` restarts them."""
         read = [*self.page_sources(group), *self.encoders(group)]
         ports = [(one.role, one.share_port, len(one.share_ports)) for one in read]
         tls = None if self.certificates is None else asdict(self.certificates)
@@ -200,7 +200,7 @@ class ClusterFile:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _check(self) -> None:
-        """Parse the arguments of every group with the parser of its command. Raises ValueError if the command would
+        """Check the arguments of every group with the parser of its command. Raises ValueError if the command would
         refuse them.
         """
         from kvloom.cluster.router import command as route
@@ -302,8 +302,8 @@ def _number(table: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _words(table: Any, where: str) -> tuple[str, ...]:
-    """Return a table of arguments as words of a command line. The value true becomes a flag without a value. A list
-    repeats the argument."""
+    """Return a table of arguments as words of a command line. An argument with the value true becomes a flag without a
+    value. An argument with a list of values is repeated for each value."""
     if not isinstance(table, dict):
         raise ValueError(f"{where} must be a table")
     words: list[str] = []

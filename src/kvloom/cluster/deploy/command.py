@@ -129,7 +129,7 @@ def stop(cluster: ClusterFile) -> None:
 
 
 def status(cluster: ClusterFile) -> list[dict[str, Any]]:
-    """Return each group with its number of replicas by state, and the URLs of its running processes."""
+    """Return one entry for each group: its number of replicas by state, and the URLs of its running processes."""
     import ray
     from ray import serve
 

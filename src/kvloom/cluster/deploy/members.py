@@ -1,5 +1,5 @@
-"""The list of a cluster's workers and routers. Each process announces itself to the list every second. The replica of
-each router reads the list and registers the workers with its router.
+"""The list of a cluster's workers and routers. The Ray replica of each process announces the process every second. The
+replica of a router reads the list and registers the workers with its router.
 
 A Ray actor keeps the list in memory. If the actor is restarted, the list is complete again after a second.
 """
@@ -16,8 +16,8 @@ NAMESPACE = "kvloom"
 
 
 class Members:
-    """The list of running processes of a deployed cluster. Workers and routers announce themselves here. Also stores
-    the digest of each group, which shows whether its configuration changed."""
+    """The list of running processes of a deployed cluster. Their replicas announce them here. The list also stores the
+    digest of each group's configuration, by which `kvloom deploy` finds changed groups."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}

@@ -33,8 +33,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns how many replicas to run: enough that each has about
-    `target-requests` open requests, and at least the configured minimum.
+    """A scaling policy of Ray Serve. Returns how many replicas to run: as many as give each replica at most
+    `target-requests` open requests on average, and at least the configured minimum.
     """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
@@ -145,7 +145,8 @@ class Replica:
             time.sleep(0.2)
 
     def _is_ready(self) -> bool:
-        """Whether the process is healthy. A router without workers is also ready if the cluster has no workers."""
+        """Whether the process is healthy. A router is not healthy without workers, but counts as ready if the cluster
+        has no running workers."""
         status = self._get("/health")[0]
         return status == 200 or (status == 503 and self.group.command == "route" and not self._register())
 
@@ -247,11 +248,12 @@ def free_port(host: str) -> int:
 
 
 def claim_port(host: str, ports: range, seconds: float = 0.0) -> tuple[int, socket.socket]:
-    """Return the first free port of a range, and its claim. Waits up to `seconds` for a free port. Raises OSError if
-    none is free.
+    """Return the first free port of a range, and a claim: an open socket that reserves the port for this process. Waits
+    up to `seconds` for a free port. Raises OSError if none is free.
 
     While the claim is open, no other call on this machine returns the port. The claim is a Unix socket with an abstract
-    name, which ends with its process. Without it, two replicas that start at once would choose the same port.
+    name, which the kernel closes when the process ends. Without claims, two replicas that start at the same time could
+    choose the same port.
     """
     end = time.monotonic() + seconds
     while True:

@@ -1,8 +1,8 @@
 """Runs a command as a child: `python -m kvloom.cluster.deploy.supervised SECONDS COMMAND…`.
 
-The parent holds the other end of stdin. When the parent ends for any reason, stdin ends, and the child gets
-SIGTERM, then SIGKILL after SECONDS. No server therefore outlives the Ray actor that started it. SIGTERM to this
-process is passed to the child.
+The parent of this process, a Ray actor, holds the other end of stdin. When the parent ends for any reason, stdin ends.
+The child then gets SIGTERM and, after SECONDS, SIGKILL. No server therefore outlives the Ray actor that started it.
+SIGTERM to this process is passed to the child.
 """
 
 from __future__ import annotations

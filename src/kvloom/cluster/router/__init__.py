@@ -5,7 +5,7 @@ application.py      the HTTP application
 call.py             Call: one request of a client
 proxy.py            Proxy: chooses a worker for each request, and forwards the request and its answer
 worker_client.py    the HTTP client that forwards requests
-answer_stream.py    AnswerStream: one streamed answer, across the workers that generate it
+answer_stream.py    AnswerStream: one streamed answer, which another worker may continue
 fleet.py            Fleet: the workers, their health and their models
 fleet_index.py      which worker has which blocks, and in which medium
 fleet_state.py      the data of the fleet page

@@ -1,4 +1,4 @@
-"""One answer as a stream of events, across the workers that generate it.
+"""One streamed answer. If its worker dies, another worker continues it.
 
     worker A: event, event, event, dies     worker B: the same request, with the tokens so far
                  │ forwarded                          │ the part that the client has is dropped
@@ -6,8 +6,8 @@
     client:   event, event, event ─────────────────── event, event, [DONE]
 
 A continued answer must repeat the text that the client has, character by character. If the texts differ, the stream
-ends with an error instead of a wrong text. The texts can differ if a worker samples without a seed, or if its
-results depend on the other requests in the batch.
+ends with an error instead of a wrong text. The texts can differ if a worker samples without a seed, or if its results
+depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Number of characters that the present worker has sent, by choice and kind of text. After a failover, the
-        new worker first repeats text that the client has.
+        """Number of characters that the present worker has sent, by index of the choice and name of the text. After a
+        failover, the new worker first repeats text that the client has.
         """
         self._is_continued = False
         self._finished: set[int] = set()
@@ -55,14 +55,14 @@ class AnswerStream:
         self._buffer = b""
 
     def restart(self) -> None:
-        """Prepare for the stream of another worker, which repeats the answer from its beginning."""
+        """Prepare for another worker, whose stream repeats the answer from its beginning."""
         self._buffer, self._is_continued, self._again = b"", True, {}
         self._known, self._tokens = self.tokens, []
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer (choice 0) so far. After a failover, this is the longer of two lists: the
-        tokens from the present worker, and the tokens from before the failover.
+        """Token ids of the first answer (choice 0) so far. After a failover, the present worker repeats the answer.
+        Until it has sent more tokens than the earlier workers, the tokens of the earlier workers are returned.
         """
         return max(self._tokens, self._known, key=len)
 
@@ -128,8 +128,8 @@ class AnswerStream:
 
     @staticmethod
     def _texts(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
-        """Return all texts of a choice that grow from event to event, as (dictionary, key of the text in it, name
-        of the text)."""
+        """Return all texts of a choice that grow from event to event. Each is a tuple: the dictionary that contains the
+        text, the key of the text in this dictionary, and a name for the text."""
         if isinstance(choice.get("text"), str):
             return [(choice, "text", "text")]
         delta = choice.get("delta") or {}

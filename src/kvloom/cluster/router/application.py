@@ -182,8 +182,8 @@ class RouterApplication:
         return found
 
     async def _register(self, body: dict[str, Any], send: Send) -> None:
-        """Add a worker, if `body` has the field `url`. Otherwise add an instance as in RFC 1403. The router follows the
-        events of such an instance at the address `endpoint`, but sends it no requests.
+        """Add a worker if `body` has the field `url`. Otherwise add an instance, as RFC 1403 describes. The router
+        follows the events of this instance at the address in `endpoint`, but sends no requests to it.
         """
         url, endpoint = body.get("url"), body.get("endpoint")
         name = str(body.get("instance_id") or url or endpoint or "")
@@ -211,7 +211,7 @@ class RouterApplication:
         await _json(send, {"status": "ok", "instance_id": name})
 
     async def _query(self, body: dict[str, Any], send: Send) -> None:
-        """Return how many tokens of a prompt each instance has, by medium."""
+        """Return how many tokens of a prompt each instance (worker) has cached, by medium."""
         from .prompt_keys import PromptKeys, roots_of
 
         model = body.get("model_name") or body.get("modelname") or body.get("model")

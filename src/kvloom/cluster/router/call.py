@@ -26,8 +26,9 @@ FORWARDED = (
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of a client. `raw` is its body as bytes, and `body` the parsed JSON. `at` is the time of its arrival.
-    `tried` are the workers to which it was sent.
+    """One request of a client. `raw` is its body as bytes, and `body` is the parsed JSON. `at` is the time of its
+    arrival. `keys` is its prompt. `tried` are the names of the workers to which the request was sent. With `lossy`, the
+    request accepts pages that a tier re-encoded.
     """
 
     path: str

@@ -30,8 +30,8 @@ class WorkerAddress(NamedTuple):
 
 
 def worker_address(text: str) -> WorkerAddress:
-    """An argparse type that parses the URL of a worker. For a worker that is not kvloom,
-    `?events=ADDRESS&replay=ADDRESS` follows the URL.
+    """An argparse type that parses the URL of a worker. For a worker that is not kvloom, the URL ends with its event
+    addresses: `?events=ADDRESS&replay=ADDRESS`.
     """
     address, _, query = text.partition("?")
     url = server(address)

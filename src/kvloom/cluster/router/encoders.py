@@ -46,11 +46,11 @@ class EncoderChooser:
     def __init__(self) -> None:
         self._worker_of: OrderedDict[bytes, str] = OrderedDict()
         self.open_images: Counter[str] = Counter()
-        """Images of calls that have no first token yet, by encode worker."""
+        """Number of open images of each encode worker: images of calls that have no first token yet."""
 
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
-        """Return the encode worker for the images of one call. This is the worker that probably has most of these
-        images. Among equal workers, it is the worker with the fewest open images. Counts the images as open until
+        """Return the encode worker for the images of one call: one of `names`, which was chosen before for most of
+        these images. Among equal workers, it is the worker with the fewest open images. Counts the images as open until
         `ended` is called. Returns None if `images` or `names` is empty.
         """
         if not images or not names:
@@ -66,7 +66,8 @@ class EncoderChooser:
         return name
 
     def ended(self, name: str, count: int) -> None:
-        """Record that an encode worker has encoded, or failed to encode, `count` images that were sent to it."""
+        """Record that `count` images of an encode worker are no longer open: they are encoded, or not needed
+        any more."""
         self.open_images[name] -= count
         if self.open_images[name] <= 0:
             del self.open_images[name]

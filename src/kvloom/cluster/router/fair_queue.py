@@ -1,7 +1,8 @@
 """Admission of requests by tenant. While all workers are full, the tenant with the least service is admitted next.
 
-The service of a tenant is the number of its admitted prompt tokens. A tenant that was idle starts with the smallest
-service of the other tenants, so idle time gives no advantage. While workers can take requests, no request waits.
+The service of a tenant is the number of its admitted prompt tokens. After idle time, the service of a tenant is raised
+to the smallest service of the other tenants, so idle time gives no advantage. While workers can take requests, no
+request waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The workers of a router: membership, health, and the models of each worker.
 
-    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: health, models, hashes, load
+    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models every second: health, models, load
                                           └──────▶ Subscriber: adds its events to the index of its model
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
@@ -41,15 +41,16 @@ CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 DISCOVER_SECONDS = 2.0
 FAILED_RESOLUTIONS = 5
-"""A discovered worker that is dead is removed after this many name resolutions in a row without its address."""
+"""A dead worker that was discovered is removed when this many consecutive name resolutions have not returned its
+address."""
 FAILED_CHECKS = 2
 """A worker is dead after this many failed checks in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """A LoRA adapter of a worker: the digest that salts its block hashes, and the invocation tokens of an activated
-    LoRA."""
+    """A LoRA adapter of a worker: the digest that salts its block hashes, and its invocation tokens. Only an activated
+    LoRA has invocation tokens. It applies from their last occurrence in the prompt."""
 
     digest: str
     invocation_tokens: tuple[int, ...] = ()
@@ -95,15 +96,16 @@ class Offer:
 
 @dataclass(slots=True)
 class Sent:
-    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token.
+    `expected_hit_tokens` is the number of prompt tokens that the router expected to be cached."""
 
     requests: int = 0
     prompt_tokens: int = 0
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """On a prefill worker: the number of prompts that it computed, by the worker that answers. On an encode worker: the
-    number of requests for whose images it was chosen, by the worker that answers.
+    """On a prefill worker: the number of prompts that it computed for each answering worker. On an encode worker: the
+    number of requests of each answering worker for whose images it was chosen.
     """
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
@@ -125,15 +127,15 @@ class Worker:
     given: dict[str, Offer] = field(default_factory=dict)
     """Models and event addresses that were stated when the worker was registered."""
     publishes: Offer = field(default_factory=Offer)
-    """Event addresses from `--worker URL?events=…`, for models without an entry in `given`. Adapters have no separate
-    events. A kvloom worker reports its addresses itself.
+    """Event addresses from `--worker URL?events=…`. They apply to models without an entry in `given`, but not to
+    adapters, which have no events of their own. A kvloom worker reports its addresses itself.
     """
     failed_checks: int = 0
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests that other routers had sent, at the worker's last report. It is `open_requests` minus the
-    requests of this router at that time.
+    """Number of open requests that other routers had sent when the worker last reported. It is `open_requests` minus
+    the open requests of this router at that time.
     """
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
@@ -154,8 +156,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """The data of the router about one model: the index of cached blocks on all workers that serve the model, and the
-    scorer that chooses among these workers."""
+    """One model of the fleet: the index of cached blocks on all workers that serve the model, the scorer that chooses
+    among these workers, and the speed of their prefills."""
 
     name: str
     index: FleetIndex
@@ -225,8 +227,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
-        new workers and remove dead workers."""
+        """Start a task that adds a worker for every address of the host name in `url`. The task regularly resolves the
+        name again, adds new workers, and removes dead workers whose address has disappeared."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:
@@ -277,8 +279,8 @@ class Fleet:
         ]
 
     def candidates(self, model: str, adapter: str | None = None) -> list[str]:
-        """Return the names of living workers that answer requests for a model, with an adapter if given. Prefill workers
-        are included only if all living workers of the model are prefill workers."""
+        """Return the names of living workers that answer requests for a model or, if `adapter` is given, for this LoRA
+        adapter of the model. Prefill workers are included only if there are no others."""
         alive = self._alive(model, adapter)
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
@@ -288,7 +290,7 @@ class Fleet:
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
     def encode_workers(self, model: str, addresses: tuple[str, ...]) -> list[str]:
-        """Return the names of living encode workers of a model that share embeddings at one of `addresses`."""
+        """Return the names of living encode workers of a model that share their embeddings at one of `addresses`."""
         alive = [w for w in self.workers.values() if w.is_alive and model in w.encodes]
         return [w.name for w in alive if w.encodes[model].peer in addresses]
 
@@ -409,8 +411,8 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Stop following a model that a worker no longer serves, and remove its blocks from the index. Other tasks can
-        run meanwhile.
+        """Stop following the events of a model that a worker no longer serves, and remove the worker's blocks from the
+        index of this model. Other tasks can run meanwhile.
         """
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
@@ -425,8 +427,8 @@ class Fleet:
                 await asyncio.sleep(0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
-        """Add an instance by /register. An instance with a URL gets requests. For an instance without a URL, only its
-        events are followed."""
+        """Add an instance (worker) that a client registered with /register. An instance with a URL gets requests. For
+        an instance without a URL, the router only follows its events."""
         worker = self.add(url, name)
         worker.given[model] = offer
         if not url:
@@ -434,8 +436,8 @@ class Fleet:
 
     @staticmethod
     def public_root(offer: Offer, lossy: bool = False, adapter: str | None = None) -> bytes | None:
-        """Return the root of the block hashes of public prefixes on a worker. Returns None if the worker is not
-        kvloom."""
+        """Return the root (the hash before the first block) of the block hashes of public prefixes on a worker. Returns
+        None if the worker is not kvloom."""
         if offer.hash_model is None:
             return None
         found = None if adapter is None else offer.adapters.get(adapter)
@@ -446,8 +448,9 @@ class Fleet:
     def root(
         model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False, adapter: str | None = None
     ) -> bytes:
-        """Return the root of a request's block hashes on a worker: the hash before the first block. An activated LoRA
-        has the root of the base model.
+        """Return the root of a request's block hashes on a worker: the hash before the first block. With `lossy`, the
+        request accepts pages that a tier re-encoded, which have another root. Requests with an activated LoRA have the
+        root of the base model.
         """
         if offer.hash_model is None:
             return _root(f"foreign {model}", "", "")

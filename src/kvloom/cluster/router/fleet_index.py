@@ -1,11 +1,11 @@
-"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer
-hits, but answers stay correct.
+"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer hits,
+but answers stay correct.
 
-    prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
+    prompt hashes ──▶ prefix in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
-Events of the workers fill one index per medium. Another index has expected blocks, which a worker will have soon
-because a request was sent to it. An expected block is removed when the worker has computed it, because events then
-report it. For a worker without events, expected blocks stay.
+Events of the workers fill one index per medium. Another index contains expected blocks: a worker will have them soon,
+because the router sent it a request with these blocks. When the worker has computed an expected block, its events
+report the block, and the block is no longer expected. For a worker without events, expected blocks stay.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Group:
 class WorkerBlocks:
     """The data of the index about one worker, in addition to its blocks.
 
-    If `trusts_hashes`, the worker's block hashes are those of `kvloom.core`. Otherwise the worker is foreign, such
-    as vLLM. The router then hashes the tokens of the worker's events, starting from `root`. `names` maps a foreign
-    hash to the router's hashes of the same block.
+    `number` is the number of the worker in the index. If `trusts_hashes`, the worker computes block hashes like
+    `kvloom.core`. Otherwise the worker is foreign, such as vLLM. The router then hashes the tokens in the worker's
+    events itself, starting from `root`. `names` maps a foreign hash to the router's hashes of the same block.
+    `has_events` states that the worker has sent events.
     """
 
     number: int
@@ -105,7 +106,8 @@ class FleetIndex:
         return {medium: index.count(place) for medium, index in self._media.items()}
 
     def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
-        """Add a worker without blocks. Does nothing if the index has the worker."""
+        """Add a worker without blocks. For `trusts_hashes` and `root` see `WorkerBlocks`. Does nothing if the index has
+        the worker."""
         if worker in self._workers:
             return
         if self._free:
@@ -219,8 +221,8 @@ class FleetIndex:
     def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
         """Return, for each worker, how many tokens of the prompt it has cached, as one number per entry of MEDIA.
 
-        Each number counts the blocks in its medium and in all earlier media of MEDIA, so the numbers never decrease.
-        Expected blocks count in every medium. For the cost see `HashIndex.lengths`.
+        Each number counts the tokens in its medium and in all earlier media of MEDIA, so the numbers never decrease.
+        Expected blocks count as if they were in every medium. For the cost see `HashIndex.lengths`.
         """
         gpu, *farther = self._media.values()
         if any(map(len, farther)):
@@ -244,8 +246,8 @@ class FleetIndex:
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:
-    """Return the root of a foreign worker's block hashes for requests with an adapter. Without an adapter, return
-    `root`.
+    """Return the root of the block hashes of requests that use `adapter` on a foreign worker. Without an adapter,
+    return `root`.
     """
     return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
 

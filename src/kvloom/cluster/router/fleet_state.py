@@ -154,5 +154,5 @@ class FleetState:
 
 
 def _answered(requests: dict[tuple[str, int], int]) -> int:
-    """Return the number of client requests, without requests for health, metrics and this page."""
+    """Return the number of answered requests of clients. Requests for health, metrics and this page do not count."""
     return sum(count for (path, _), count in requests.items() if path.startswith("/v1/"))

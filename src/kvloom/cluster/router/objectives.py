@@ -1,7 +1,8 @@
 """Finds the workers that can meet the objective of a request, from the step times that the workers report.
 
-A worker has more information, such as its queue and the requests of other routers, and decides again. The router
-refuses a request only if its predicted times exceed MARGIN times its objective on every worker.
+The worker that gets a request decides again, because it has more information: its queue, and the requests of other
+routers. The router therefore refuses a request only if the times that it predicts exceed MARGIN times the objective on
+every worker.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .scoring import WorkerLoad
 __all__ = ["MARGIN", "admissible", "objective_of", "predict"]
 
 MARGIN = 1.5
-"""The router refuses a request whose predicted times exceed its objective by this factor on every worker."""
+"""The router refuses a request only if its predicted times exceed this factor times its objective on every worker."""
 TYPICAL_OUTPUT = 256
 
 
@@ -44,8 +45,9 @@ def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
 def predict(
     load: WorkerLoad, times: Sequence[float], token_budget: int, prompt: int, cached: int, now: float
 ) -> Prediction | None:
-    """Predict TTFT and time between tokens of a request on a worker. `load` has the requests that this router sent to
-    the worker. `times` are the coefficients of its step times. Returns None if the worker has not reported step times.
+    """Predict the TTFT and the time between tokens of a request on a worker. `load` contains the requests that this
+    router sent to the worker. `times` are the coefficients of the worker's step times. `prompt` and `cached` are the
+    numbers of prompt tokens and of cached prompt tokens. Returns None if the worker has not reported step times.
     """
     if not times:
         return None
@@ -64,11 +66,11 @@ def predict(
 
 
 def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
-    """Decide whether a worker may get a request, and return the decision. The request is refused only if the
-    prediction exceeds MARGIN times the objective. `waited` is the number of seconds since its arrival.
+    """Decide whether a worker may get a request, and return the decision. The request is refused only if the prediction
+    exceeds MARGIN times the objective. `waited` is the number of seconds since the request arrived.
 
-    A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction
-    is also always admitted.
+    A request with a deadline is always admitted, because it may wait at the worker. A request without a prediction is
+    also always admitted.
     """
     if prediction is None or objective.deadline_ms is not None:
         return Decision(Verdict.ADMIT)

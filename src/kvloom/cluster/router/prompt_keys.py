@@ -2,7 +2,7 @@
 compute.
 
 request                      hashes
-with token ids               block hashes, for every root hash that workers use
+with token ids               block hashes, for each root (hash before the first block) that workers use
 text or chat                 block hashes, after a tokenizer or a worker's /tokenize has returned the tokens
 text without known tokens    hashes of 64-byte pieces of the text; show only which worker had this text before
 chat with images             hashes of 64-byte pieces; each image is replaced by a text of `image_tokens` tokens
@@ -47,8 +47,9 @@ CHAT_FIELDS = (
 
 
 class Roots(NamedTuple):
-    """The roots of a request's block hashes on some workers: `private` for the tenant, and `public` for public
-    prefixes, or None if the workers have none. `adapter` is their version of the request's LoRA adapter."""
+    """The roots (hashes before the first block) of a request on a set of workers. `private` is the root for the tenant,
+    and `public` the root for public prefixes, or None if the workers support none. `adapter` is the version of the
+    request's LoRA adapter on these workers."""
 
     private: bytes
     public: bytes | None = None
@@ -58,7 +59,7 @@ class Roots(NamedTuple):
 
 @dataclass(slots=True)
 class PromptKeys:
-    """A prompt in the router: its tokens if they are known, else hashes of pieces of its text."""
+    """A prompt in the router. If its tokens are unknown, `text` has hashes of the pieces of its text."""
 
     tokens: bytes | None
     """Token ids of the prompt as bytes, or None if they are unknown."""
@@ -69,10 +70,11 @@ class PromptKeys:
     """Number of tokens that the request marked as a public prefix."""
 
     def hashes(self, roots: Roots) -> list[int]:
-        """Return the block hashes of the prompt on workers with these root hashes (the hash before the first block). Returns an empty list if the tokens of
-        the prompt are unknown. Takes about 0.2 µs per block. With an activated LoRA, the hashes equal those of the base
-        model up to the invocation tokens, and differ from there on. With a public prefix, the hashes depend on the
-        tenant only after the prefix.
+        """Return the block hashes of the prompt on workers with these roots. Returns an empty list if the tokens of the
+        prompt are unknown. Takes about 0.2 µs per block.
+
+        With an activated LoRA, the hashes before the invocation tokens are those of the base model. Hashes of a public
+        prefix do not depend on the tenant.
         """
         if self.tokens is None:
             return []
@@ -94,9 +96,9 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. `tokenizer` is a folder with a tokenizer.json, which tokenises texts. A worker
-    tokenises chats, and also texts if `tokenizer` is None. If `uses_workers` is False, no worker is asked, and
-    these prompts are hashed in pieces instead. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests. Texts are tokenised with the tokenizer.json in the folder `tokenizer`. A worker
+    tokenises chats and, if `tokenizer` is None, texts. If `uses_workers` is False, prompts that a worker would tokenise
+    are hashed as pieces of text instead. An image counts as `image_tokens` tokens.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class PromptReader:
         """Number of prompts that could not be tokenised."""
 
     async def read(self, body: dict[str, Any], headers: dict[str, str], tenant: str = "") -> PromptKeys:
-        """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it.
-        Requests of different tenants, or with different values of `cache_salt`, have different keys.
+        """Return the prompt of a request. Does not raise: for an invalid prompt, it returns keys without tokens, and
+        the worker refuses the request. Requests of different tenants, or with different values of `cache_salt`, have
+        different keys.
         """
         root = root_hash("text", tenant, "", salt_of(body))
         prompt = body.get("prompt")
@@ -151,8 +154,8 @@ class PromptReader:
         return self._by_text(root, msgspec.json.encode(rest))
 
     def _without_images(self, messages: Any) -> Any:
-        """Return messages in which each image is replaced by a text. The text depends on the content of the image, and
-        is as long as `image_tokens` tokens."""
+        """Return messages in which a text replaces each image. The text depends on the content of the image, and is
+        about as long as the text of `image_tokens` tokens."""
         if not isinstance(messages, list):
             return messages
         size = self._image_tokens * CHARACTERS_PER_TOKEN
@@ -185,8 +188,8 @@ class PromptReader:
     async def _tokenize(
         self, request: bytes, model: Any, headers: dict[str, str]
     ) -> tuple[bytes, int] | None:
-        """Request the tokens of a prompt from the worker with the fewest requests. Returns the tokens, and how many of
-        them are a public prefix. Returns None if the worker does not answer in time."""
+        """Let the worker with the fewest requests tokenise a prompt. Returns the tokens, and how many of them are a
+        public prefix. Returns None if the worker does not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()
@@ -229,7 +232,8 @@ def _public_tokens(body: dict[str, Any]) -> int:
 
 
 def _is_image(part: Any) -> bool:
-    """Whether a part of a message is an image. Chats, responses and Anthropic's messages name this type differently."""
+    """Whether a part of a message is an image. The type of such parts has different names in chats, in the Responses
+    API and in the Messages API."""
     return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
 
 
@@ -260,8 +264,8 @@ def roots_of(
     lossy: bool,
     adapter: str | None = None,
 ) -> dict[Roots, list[str]]:
-    """Group the workers `names` by the roots of their block hashes for a request. Return roots → workers. Usually all
-    workers have the same roots.
+    """Group the workers `names` by the roots that a request has on them. Return a dictionary: roots → names of workers.
+    Usually all workers have the same roots.
     """
     found: dict[Roots, list[str]] = {}
     for name in names:

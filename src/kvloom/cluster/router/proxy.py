@@ -1,10 +1,10 @@
-"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker
-fails, chooses another worker.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails,
+chooses another worker.
 
 | failure                                    | what happens                                                                      |
 |--------------------------------------------|-----------------------------------------------------------------------------------|
-| a worker accepts no connection, or answers | the router tries the next best worker; if all refuse, the client gets the last    |
-| 502, 503 or 429                            | refusal                                                                           |
+| a worker accepts no connection, or answers | the router tries the next best worker; if all refuse, the client gets the refusal |
+| 502, 503 or 429                            | of the last worker                                                                |
 | no worker can meet the objective           | the router answers 429 with the best prediction, and sends nothing to workers     |
 | a prefill worker fails                     | the decode worker computes the tokens whose pages it has not received             |
 | a worker dies before its answer            | the router sends the request to another worker                                    |
@@ -52,7 +52,7 @@ AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloadi
 WAIT_STEP = 0.1
 """Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
-"""If a decode worker lacks fewer prompt tokens than this, it computes them itself, because they take only one step."""
+"""A decode worker that lacks fewer prompt tokens than this computes them itself, because this takes only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -71,7 +71,7 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Limits of a router. For each living worker, `inflight` requests may run at the same time. At most `queue` further
+    """Limits of a router. At most `inflight` requests per living worker run at the same time. At most `queue` further
     requests wait, and their tenants take turns. `route` is "kv" (by cached prefix and load) or "round-robin".
 
     A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, a
@@ -90,8 +90,9 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of a router. `overhead` has the times from the arrival of a request until it is sent to a worker.
-    `ttft` has the times to first token of streams.
+    """The counters of a router. `requests` counts answers by path and status. `diverged_streams` counts streams that
+    ended because a second worker generated another text. `overhead` has the times from the arrival of a request until
+    it is sent to a worker. `ttft` has the times to first token of streams.
     """
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class _AbortedError(Exception):
 
 
 class _UnreachableError(_AbortedError):
-    """Raised if the worker of an attempt accepted no connection. The call then cannot be the cause of the failure."""
+    """Raised if the worker of an attempt accepted no connection. The request itself cannot be the cause of this
+    failure."""
 
 
 class Proxy:
@@ -193,8 +195,8 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the block hashes of a call: the tenant of its API key or, without a key, the
-        tenant that the request names. Asks a worker for the tenant of an unknown key.
+        """Return the tenant that salts the block hashes of a call. This is the tenant of its API key or, without a key,
+        the tenant that the request names. If the router has not seen the key before, it asks a worker for the tenant.
         """
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
@@ -224,9 +226,9 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker for a call. If no worker is alive, or all living workers have failed this call, try all
-        workers again after a short pause. The tries end with ApiError after `wait_seconds`, at the deadline of the
-        call, or if a living worker refused the call because of too much work.
+        """Choose a worker for a call. If no worker is alive, or the call has failed on all living workers, try all
+        workers again after a short pause. Raises ApiError after `wait_seconds`, at the deadline of the call, or if a
+        living worker refused the call because it had too much work.
         """
         until = call.at + self.options.deadline_seconds
         while True:
@@ -379,8 +381,8 @@ class Proxy:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
-        """Count a failed attempt of a call. A call ends after too many failed attempts, because the call itself may be
-        the cause. An attempt at a worker that accepted no connection does not count.
+        """Count a failed attempt of a call. The caller ends a call after too many failures, because the call itself may
+        be their cause. An attempt at a worker that accepted no connection is not counted as a failure of the call.
         """
         self.counts.failovers += 1
         worker.sent.failures += 1
@@ -399,9 +401,9 @@ class Proxy:
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
         """If the decode worker lacks many prompt tokens, make a prefill worker compute the prompt.
 
-        Returns the request fields that make the decode worker pull the pages, and a list with the task of the
-        prefill. The list is empty if the decode worker computes the prompt itself. The fields also name an encode
-        worker for images.
+        Returns two values. The first are request fields: they make the decode worker pull the pages, and name an encode
+        worker for images. The second is a list with the task of the prefill, which is empty if the decode worker
+        computes the prompt itself.
         """
         if "kv_transfer_params" in call.body or call.path not in STREAMED:
             return {}, []
@@ -598,7 +600,8 @@ class Proxy:
     async def _stream_from(
         self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream an answer from one worker to the client. The fields `more` are added to the request.
+        """Stream an answer from one worker to the client, until the time `until`. The fields `more` are added to the
+        request.
 
         Returns None at the end of the answer. If the worker refuses, returns its status, headers and body.
         """
@@ -695,7 +698,7 @@ class _Attempt:
             self._translate(error)
 
     def _translate(self, error: BaseException) -> None:
-        """Raise _AbortedError for errors that mean that the worker is gone."""
+        """Raise _AbortedError if `error` means that the worker is gone."""
         if isinstance(error, asyncio.CancelledError) and self._died:
             if self._task is not None:
                 self._task.uncancel()

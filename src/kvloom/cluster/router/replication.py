@@ -1,6 +1,6 @@
 """Copies hot prefixes to further workers, so that no hot prefix is lost when one worker dies.
 
-    request hits L tokens on worker A ──▶ count of the block at L ──▶ hot, and on fewer than `copies` workers?
+    request hits L tokens on worker A ──▶ count hits of this prefix ──▶ hot, and on fewer than `copies` workers?
       1  A:  the first L tokens, max_tokens 1, do_remote_decode     A copies the pages to its shared host memory
       2  B:  the same request, with A's kv_transfer_params          B pulls the pages through its peer tier
 
@@ -67,9 +67,9 @@ class Replicator:
     def observe(
         self, call: Call, cached: int, hashes: Sequence[int], lengths: Mapping[str, Sequence[int]]
     ) -> None:
-        """Count a hit of `cached` tokens of a call. `hashes` are the block hashes of the prompt. `lengths` are the
-        cached tokens of each worker, by medium. If the prefix is hot and has too few copies, copy it to another worker
-        in the background. Takes microseconds.
+        """Count a hit of the first `cached` tokens of a call. `hashes` are the block hashes of the prompt. `lengths`
+        has, for each worker, the number of its cached prompt tokens by medium. If the prefix is hot, and too few
+        workers have it, start to copy it to another worker in the background. Takes microseconds.
         """
         tokens = cached // HASH_TOKENS * HASH_TOKENS
         options = self.options
@@ -126,7 +126,7 @@ class Replicator:
         return min(pairs)[2:] if pairs else None
 
     async def _copy(self, call: Call, tokens: int, source: str, target: str) -> None:
-        """Copy the first `tokens` tokens of a call from one worker to another."""
+        """Copy the pages of the first `tokens` tokens of a call from the worker `source` to the worker `target`."""
         assert call.keys is not None
         assert call.keys.tokens is not None
         # One more token, because the last token of a prompt is always computed.

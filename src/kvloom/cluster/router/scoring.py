@@ -1,14 +1,15 @@
 """Chooses the worker with the smallest expected cost for a request. The cost is in seconds:
 
-    time to first token   backlog of the worker + prefill of the missing tokens + load of pages from farther tiers
-    + delay of others     seconds that later requests wait for this prefill, in proportion to the worker's load
+    time to first token   backlog of the worker + prefill of the missing tokens + load of pages that are not on the GPU
+    + delay of others     time that later requests wait for this prefill, in proportion to the worker's load
     + eviction            time to recompute the pages that the prefill evicts from a full pool
     + decode load         time of decode steps during the prefill, and a cost of pages that running requests occupy
     + adapter             the time to load an adapter that is not resident
     - affinity            a reduction for the last worker of the session, unless this worker is overloaded
 
-The inputs are the router's own requests, the times of their first tokens and ends, and the workers' events. Time is
-an argument, so workers may be simulated: `kvloom replay --workers` uses these classes.
+The cost is computed from the requests that this router sent, the times of their first tokens and ends, and the events
+of workers. The present time is an argument of all methods, so workers can be simulated: `kvloom replay --workers` uses
+these classes.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class ScoringOptions:
 
     | option             | meaning                                                                                                      |
     |--------------------|--------------------------------------------------------------------------------------------------------------|
-    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load                             |
-    | `eviction_weight`  | cost of evicting cached pages: factor of the time that it takes to compute them again                        |
+    | `delay_weight`     | cost of delaying later requests: seconds per second of prefill, on a worker that is always busy              |
+    | `eviction_weight`  | cost of evicting cached pages: multiple of the time that it takes to compute them again                      |
     | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool                        |
     | `step_tokens`      | number of prompt tokens in one step                                                                          |
-    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool                                  |
+    | `memory_seconds`   | cost of pages of running requests: 0 up to 80 % of the pool, then growing to this value at 100 %             |
     | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                                              |
     | `overload_seconds` | seconds by which a worker's backlog may exceed the smallest backlog; above this, the worker gets no affinity |
     | `foreign_seconds`  | cost of each request that another router sent to the worker                                                  |
@@ -64,8 +65,8 @@ class ScoringOptions:
 
 
 class SpeedModel:
-    """Predicts the seconds of a prefill as a constant plus a part per token. Learns both from observed times to first
-    token."""
+    """Predicts the time of a prefill: constant seconds, plus seconds per token. Learns both values from observed times
+    to first token."""
 
     def __init__(self, seconds: float = 0.02, per_token: float = 2e-5, weight: float = 0.05) -> None:
         self.seconds, self.per_token, self._weight = seconds, per_token, weight
@@ -74,8 +75,8 @@ class SpeedModel:
         return self.seconds + self.per_token * tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Update the model with a request that computed `tokens` prompt tokens in `seconds`. The request must not
-        have waited."""
+        """Update the model with a request that computed `tokens` prompt tokens in `seconds`. Do not call this method
+        for a request that waited for another request."""
         if tokens < 64:
             self.seconds += self._weight * (min(seconds, 1.0) - self.seconds)
         else:
@@ -87,8 +88,9 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that the router sent to a worker at time `at`, with `tokens` tokens. `compute` is the number of
-    these tokens that the worker must compute, and `seconds` is the estimated time for this.
+    """A request of `tokens` tokens that the router sent to a worker at time `at`. `compute` is the number of these
+    tokens that the worker must compute, and `seconds` is the estimated time to compute them. `has_first` states that
+    the first token has arrived.
     """
 
     compute: int
@@ -144,8 +146,8 @@ class WorkerLoad:
         self.busy_share = min(1.0, self.busy_share + seconds / BUSY_SECONDS)
 
     def first_token(self, key: object, now: float) -> None:
-        """Record the first token of a request. Its time updates the speed model if the request did not wait for
-        another request."""
+        """Record the first token of a request. If the request did not wait for another request, its time to first token
+        updates the speed model."""
         one = self.requests.get(key)
         if one is None or one.has_first:
             return
@@ -199,8 +201,8 @@ BUSY_SECONDS = 30.0
 
 
 class Choice(NamedTuple):
-    """The chosen worker. `seconds` is its expected time to first token. `cached` is the number of prompt tokens that
-    need not be computed, and `on_gpu` is the number of these tokens that are on the GPU."""
+    """The chosen worker. `seconds` is the expected time to first token. `cached` is the number of prompt tokens that
+    the worker need not compute. `on_gpu` is the number of these tokens whose pages are on its GPU."""
 
     worker: str
     seconds: float
@@ -225,12 +227,12 @@ class Scorer:
         session: str | None = None,
         adapter: str | None = None,
     ) -> Choice | None:
-        """Return the best of `candidates`, or None if there are no candidates. `lengths` are the cached tokens of each worker,
-        by medium (`FleetIndex.lengths`).
+        """Return the candidate with the smallest cost, or None if there are no candidates. `lengths` has, for each
+        worker, the number of its cached prompt tokens by medium (`FleetIndex.lengths`).
 
         Workers are first ranked by backlog and cached tokens. The whole cost is then computed for the first SCORED
-        workers and for the last worker of the session. A worker is skipped if a part of its cost already exceeds the
-        smallest cost so far. Takes about 0.3 µs per candidate, and 2 µs for each whole cost.
+        workers and for the last worker of the session. A worker is skipped if a lower bound of its cost is already
+        above the smallest cost so far. Takes about 0.3 µs per candidate, and 2 µs for each whole cost.
         """
         names = [*candidates]
         if not names:
@@ -266,7 +268,8 @@ class Scorer:
         return choice
 
     def _affinity(self, load: WorkerLoad, loads: list[WorkerLoad], now: float) -> float:
-        """Return the seconds by which the cost of a session's last worker is reduced. 0 if the worker is overloaded."""
+        """Return the seconds by which the cost of a session's last worker is reduced, or 0 if this worker is
+        overloaded."""
         least = max(now, min([one.busy_until for one in loads]))
         is_overloaded = load.busy_until - least > self.options.overload_seconds
         return 0.0 if is_overloaded else self.options.affinity_seconds
@@ -274,8 +277,8 @@ class Scorer:
     def _cost(
         self, load: WorkerLoad, prompt_tokens: int, have: Sequence[int], now: float
     ) -> tuple[float, float, int, int]:
-        """Return the cost of a worker in seconds. Session affinity and the time to load an adapter are not included. Also
-        return its expected time to first token, the cached tokens, and the cached tokens on the GPU.
+        """Return four values: the cost of a worker in seconds, without session affinity and without the time to load an
+        adapter; its expected time to first token; its cached prompt tokens; and those of them that are on the GPU.
         """
         options, limit = self.options, prompt_tokens - 1
         on_gpu, cached = have[0], have[-1]

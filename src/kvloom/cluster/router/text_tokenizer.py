@@ -1,10 +1,11 @@
-"""Tokenises texts in the router. The turns of a session repeat long texts, so tokens of pieces are cached.
+"""Tokenises texts in the router. The turns of a session repeat long texts, so texts are cut into pieces, and the tokens
+of each piece are cached.
 
     text ──▶ pieces of about 512 characters, cut between two words ──▶ tokens of each piece, from the cache ──▶ tokens
 
-Byte-level tokenizers split between words too, so the pieces usually have the tokens of the whole text. For the first
-COMPARED_TEXTS texts, this is checked. If the tokens differ, as with some tokenizers, whole texts are tokenised from
-then on.
+Byte-level tokenizers also split a text between words, so the pieces together usually have the same tokens as the whole
+text. For the first COMPARED_TEXTS texts, both are compared. If they differ, as with some tokenizers, whole texts are
+tokenised from then on.
 """
 
 from __future__ import annotations

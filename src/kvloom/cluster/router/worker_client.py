@@ -27,7 +27,8 @@ END_SECONDS = 0.5
 closed.
 """
 MAX_BUFFERED = 1 << 18
-"""Largest number of bytes of an answer that wait for the client. While more bytes wait, the connection is not read."""
+"""Largest number of received bytes of an answer that may wait until the client reads them. While more bytes wait, no
+data is read from the connection."""
 
 
 class UnreachableError(ConnectionError):
@@ -36,7 +37,8 @@ class UnreachableError(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """The address of a worker, and the idle connections to it."""
+    """The address of a worker, and the idle connections to it. `context` has the TLS settings, and `prefix` is the path
+    of the worker's URL."""
 
     host: str
     port: int
@@ -252,8 +254,8 @@ class WorkerClient:
 
 
 async def _started(connection: WorkerConnection, request: bytes, deadline: float) -> bool:
-    """Send a request on a connection. Return False if the connection broke before the answer. The connection is then
-    closed.
+    """Send a request on a connection, and wait for the headers of the answer. If the connection breaks before they
+    arrive, close it and return False.
     """
     try:
         await connection.start(request, deadline)
@@ -276,7 +278,7 @@ def _place(url: str, tls: ssl.SSLContext | None) -> _Place:
 
 @lru_cache(maxsize=256)
 def _quoted(path: str) -> str:
-    """Return a path as it must be written in a request line. The server has decoded the path, so it may contain any
-    character.
+    """Return a path with all special characters escaped, as a request line requires. The server has decoded the path of
+    the client's request, so it may contain any character.
     """
     return quote(path)

@@ -6,9 +6,9 @@
     openai_responses.py   /v1/responses, translated to a chat
     anthropic_messages.py /v1/messages, translated to a chat
     embeddings.py         /v1/embeddings, run as completions whose output token is dropped
-    translation.py        reading requests of other APIs
+    translation.py        functions with which the Responses API and the Messages API read requests
     tokenize.py           /tokenize and /detokenize
-    admin.py              /admin/pool, /admin/role
+    admin.py              /admin/pool, /admin/role: size of the pool and role of the worker
     adapters.py           /v1/load_lora_adapter, /v1/unload_lora_adapter
     allowed_folders.py    folders of models and adapters that a request may name
     gateway_probes.py     /server_info and /v1/loads, for gateways
@@ -23,7 +23,7 @@
     answers/              reasoning and tool calls in an answer; forced calls
     responses.py          responses, whole or as events
     openapi.py            /openapi.json and /docs, from the fields
-    connection.py         HTTP connections with limits, and GracefulServer, which answers them when it stops
+    connection.py         HTTP connections with limits; GracefulServer, which answers open connections before it stops
 
 Imports worker, auth and metrics. The routes are in serve/application.py.
 """

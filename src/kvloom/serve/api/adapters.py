@@ -92,8 +92,8 @@ class UnloadAdapterEndpoint(AdminEndpoint):
 
 
 async def _change(served: ServedModel, name: str, folder: str | None = None, replace: bool = False) -> None:
-    """Load an adapter from `folder`. Without `folder`, unload the adapter. Raises ApiError if the engine refuses the
-    change.
+    """Load an adapter from `folder`. With `replace`, it may replace a loaded adapter of the same name. If `folder` is
+    None, unload the adapter. Raises ApiError if the engine refuses the change.
     """
     try:
         error = await served.engine.change_adapter(name, folder, replace, ANSWER_SECONDS)

@@ -11,9 +11,9 @@ __all__ = ["allowed_folder"]
 
 
 def allowed_folder(asked: str, allowed: Sequence[Path], field: str, option: str) -> Path:
-    """Return the folder with the path `asked`, which is absolute, or relative to one of the `allowed` folders.
-    Raises ApiError unless it is an existing folder below an allowed folder. The error names `field`, the field
-    of the request, and `option`, the server's option that lists the allowed folders.
+    """Return the folder with the path `asked`. The path may be absolute, or relative to one of the `allowed` folders.
+    Raises ApiError unless the folder exists below an allowed folder. The error names `field`, the field of the request,
+    and `option`, the server's option that lists the allowed folders.
     """
     for above in allowed:
         try:

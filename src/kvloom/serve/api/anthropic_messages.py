@@ -44,8 +44,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class Breakpoint(msgspec.Struct, frozen=True):
     """A position in a chat. Pages before the position are retained for `ttl` seconds. If `characters` is None, the
-    position is after the first `messages` messages. Otherwise it is inside the last of these messages, after
-    that many characters.
+    position is the end of the first `messages` messages. Otherwise it is inside the last of these messages, after
+    `characters` characters.
     """
 
     messages: int
@@ -164,7 +164,7 @@ class MessagesBuilder(ChatResponse):
         return b"event: error\ndata: %s\n\n" % _error_body(error)
 
     def _changes(self, delta: Delta) -> list[BlockChange]:
-        """Return the changes of blocks that a delta causes."""
+        """Return the changes of blocks that a delta (new tokens of the answer) causes."""
         self._count(delta)
         self._last = delta
         ended = delta.finish_reason is not None
@@ -191,8 +191,8 @@ class MessagesBuilder(ChatResponse):
     def _usage(self, output: int) -> dict[str, int]:
         """Return the token counts of a message in Anthropic's format.
 
-        Prompt tokens are divided into tokens read from the cache, tokens computed before the last breakpoint
-        ("creation"), and all other tokens.
+        Prompt tokens are divided into three counts: tokens read from the cache, computed tokens before the last
+        breakpoint ("creation"), and computed tokens after it.
         """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
@@ -409,8 +409,9 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. Raises
-        ApiError for an invalid `cache_control`, or for too many breakpoints.
+        """If the content block `block` has the field `cache_control`, add a breakpoint after the block. `characters` is
+        the position of its end in the text of the last message, or None for the end of this message. Raises ApiError
+        for an invalid `cache_control`, or for too many breakpoints.
         """
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:

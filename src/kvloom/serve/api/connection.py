@@ -125,8 +125,8 @@ def close_idle(connections: Iterable[Any], seconds: float) -> None:
 
 
 class GracefulServer(uvicorn.Server):
-    """A uvicorn server that loses no request when it stops. uvicorn alone resets the connections that it has not
-    accepted yet, and those whose first request has not arrived.
+    """A uvicorn server that loses no request when it stops. A plain uvicorn server resets two kinds of connections:
+    those that it has not accepted yet, and those whose first request has not arrived.
     """
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -177,5 +177,5 @@ def _accept_all(listener: socket.socket) -> Iterable[socket.socket]:
 
 
 def _has_no_request(connection: Any) -> bool:
-    """Whether a connection is open and has received no complete head of a request."""
+    """Whether a connection is open, but the headers of its first request have not arrived."""
     return connection.cycle is None and not connection.transport.is_closing()

@@ -1,9 +1,8 @@
-"""Encodes chats whose messages contain the text of a control token. Only control tokens that the template writes
-become tokens.
+"""Encodes chats whose messages contain the text of a control token. Only control tokens that the template writes become
+tokens.
 
-The texts of a request are searched before rendering. A random mark is inserted into each control token that is found.
-After the template has rendered the chat, the marks are removed. A control token with a mark came from the request and
-is encoded as text.
+Before rendering, a random mark is inserted into each control token in the texts of a request. After the template has
+rendered the chat, the marks are removed. A control token that had a mark came from the request, and is encoded as text.
 
     content   go on <|system|>         marked   go on <593…|system|>
     prompt    <|user|>go on <|system|>          tokens   [user] g o … < | s y s t e m | >
@@ -30,8 +29,7 @@ FRAGMENT_DIGITS = 12
 MAX_MARKS = 4096
 """Limit of control tokens in the texts of one request."""
 MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
-"""Largest number of characters that marks add to a prompt during rendering, if the template writes each text only once.
-"""
+"""Number of characters that MAX_MARKS marks add to a rendered prompt, if the template writes each text only once."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
 """In messages of these roles, only special tokens are encoded as text. Other added tokens, such as the markers of
 reasoning and tool calls, stay tokens.
@@ -41,7 +39,8 @@ Encode = Callable[[str], list[int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes.
+    """The control tokens of a tokenizer: its special tokens, and those of its other added tokens that its chat template
+    writes.
 
     With `any_template` all added tokens are control tokens, because the template of a request may write any of them.
     """
@@ -92,14 +91,13 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a rendered prompt. Return three values: the prompt, the text to encode, and the
-        encoder for this text.
+        """Remove the marks from a rendered prompt. Return three values: the prompt, the text to encode, and the encoder
+        for this text.
 
-        If the prompt contains no marked control token, the text to encode is the prompt, and the encoder is
-        `encode`. Otherwise each control token of the template is replaced by an alias in the text to encode. The
-        encoder turns aliases into control tokens, and encodes everything else as plain text. With `special`, this
-        encoder also adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the template has
-        split a mark.
+        If the prompt contains no marked control token, the text to encode is the prompt, and the encoder is `encode`.
+        Otherwise, an alias replaces each control token that the template wrote. The returned encoder turns aliases into
+        control tokens, and encodes all other text as plain text. With `special`, it also adds the tokens that the
+        tokenizer puts around a prompt. Raises ApiError if the template has split a mark.
         """
         parts = text.split(mark)
         places, place = set(), 0

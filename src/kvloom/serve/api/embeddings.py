@@ -41,8 +41,8 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PooledFields(CompletionFields, frozen=True, kw_only=True):
-    """A request for embeddings, in the form of a completion with one output token. Only the hidden states are used,
-    not the output token.
+    """A request for embeddings, as a completion with one output token. The engine pools the hidden states of the
+    prompt, and the output token is dropped.
     """
 
     pooling: Literal["mean", "last"]

@@ -1,6 +1,7 @@
 """Answers to the probes of gateways: GET /server_info and GET /v1/loads, with the names that SGLang's servers use.
 
-A gateway such as smg reads the load of a worker here, and sends requests to the worker with the least load.
+A gateway such as smg (SGLang's gateway) reads the load of each worker here. It sends requests to the worker with the
+least load.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _server_info(context: ServerContext) -> dict[str, Any]:
 
 
 def _loads(context: ServerContext) -> dict[str, Any]:
-    """Return the load of all models of the server together, as one worker."""
+    """Return the summed load of all models of the server, in the form of one worker."""
     running = waiting = used = capacity = prompt = cached = 0
     for served in context.models.values():
         facts, stats, metrics = served.engine.info, served.engine.stats, served.metrics
@@ -90,5 +91,5 @@ def _loads(context: ServerContext) -> dict[str, Any]:
 
 
 def _tokens_in(size: int, bytes_per_token: int) -> int:
-    """Return the number of tokens whose pages have `size` bytes."""
+    """Return the number of tokens whose pages take `size` bytes."""
     return int(size / bytes_per_token) if bytes_per_token else 0

@@ -50,8 +50,8 @@ DEFAULT_TOKENS = 16
 STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
 """Request fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
-"""A response with log-probabilities of at most this many tokens is built in the event loop. A larger response is
-built in a thread.
+"""A response with log-probabilities of at most this many tokens is built in the event loop. A response with more tokens
+is built in a thread.
 """
 LOGPROBS_BYTES = 1 << 10
 """Approximate number of bytes that the log-probabilities of one token add to a response."""
@@ -93,8 +93,8 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields of a request with the changes that depend on the model, such as a grammar for tool calls.
-        This default changes nothing. The chat endpoint overrides it."""
+        """Return the fields of a request, adapted to the model: for example, with a grammar for tool calls. This method
+        returns `fields` unchanged. The chat endpoint overrides it."""
         return fields
 
     @abstractmethod
@@ -171,8 +171,8 @@ class GenerationEndpoint(ABC):
         """Read and check a request. Raises ApiError for a refused request.
 
         Returns the model, the messages to its engine, the response builder, whether to stream, and whether a tool call
-        is forced. The request counts as admitted until the caller closes `admitted`. Body and fields are freed when
-        this method returns, because they may be large.
+        is forced. The request counts as admitted until the caller closes `admitted`. Body and fields may be large. This
+        method keeps no reference to them, so they are freed when it returns.
         """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -209,8 +209,8 @@ class GenerationEndpoint(ABC):
         """Return the object that builds the response to a request."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time, in seconds, for which a request asks to retain or pin pages. Return infinity if a
-        range of tokens has a positive priority and no ttl. Return None if the request asks for no retention.
+        """Return the longest time, in seconds, for which a request asks to retain or pin pages. The result is infinity
+        if a token range has a positive priority and no ttl, and None if the request sets no such time.
         """
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
@@ -426,7 +426,7 @@ class ChatEndpoint(GenerationEndpoint):
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
-        """Return a function that creates the parser of each answer."""
+        """Return a function that creates the parser of one answer. It is called once for each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
         functions = _functions(fields) if _has_tools(fields) else None
         forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)
@@ -498,8 +498,8 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return a text whose end shows whether the answer begins with reasoning. Normally this is the text of the
-    prompt. If the answer continues the final message, it is the result of `last_marker` for that message.
+    """Return a text from whose end `ReasoningParser.opens` can decide whether the answer begins with reasoning. This is
+    the text of the prompt. If the answer continues the final message, it is `last_marker` of this message.
     """
     if not fields.continue_final_message:
         return prompt.text or ""
@@ -541,9 +541,9 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many tokens at the end of the prompt to keep, or None to keep all. The request sets this number
-    in `truncate_prompt_tokens`. If it sets -1, return the largest number that leaves enough tokens for the
-    output. `most` is the largest allowed number of prompt tokens.
+    """Return how many tokens at the end of the prompt to keep, or None to keep all. This is the request field
+    `truncate_prompt_tokens`. If the field is -1, return the largest number that leaves enough tokens for the output.
+    `most` is the largest allowed number of prompt tokens.
     """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
@@ -552,8 +552,8 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 
 
 def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
-    """Return the token ranges that a request retains. They are the ranges in its field `cache.retain`, and the tokens
-    before each of its cache breakpoints.
+    """Return the token ranges whose priority a request sets: those in its field `cache.retain`, and for each of its
+    cache breakpoints the tokens before the breakpoint.
     """
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
@@ -565,8 +565,9 @@ def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks for
-    no hand-over to a decode worker, or if this worker shares no host memory.
+    """Return the fields `kv_transfer_params` of the response, with which a decode worker finds the pages of this
+    request. Return None if the request asks for no hand-over to a decode worker, or if this worker shares no host
+    memory.
     """
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
@@ -586,7 +587,8 @@ def _offered_pages(
 
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:
-    """Return the number of answers that a request needs."""
+    """Return the number of answers that the engine generates for a request: n, best_of or the number of beams, times
+    the number of prompts."""
     each = max(1, fields.n or 1, fields.best_of or 1, beam_width(fields))
     if isinstance(fields, ChatFields):
         return each

@@ -102,7 +102,8 @@ class RequestImages:
             raise bad_request(f"{where}: the data URL is not valid base64", "messages") from None
 
     def _read_file(self, url: str, where: str) -> bytes:
-        """Return the bytes of a file in an allowed folder. Files elsewhere and missing files get the same error."""
+        """Return the bytes of a file in an allowed folder. A file in another folder and a missing file cause the same
+        error, so a client cannot find out which files exist."""
         parts = urlsplit(url)
         refused = _refused_file(url, where, bool(self._limits.image_folders))
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:

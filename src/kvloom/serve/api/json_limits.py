@@ -1,8 +1,8 @@
 """Limits on the JSON of a request.
 
-`check_structure` counts the lists, objects and items of a large body before it is decoded, because decoding
-millions of small lists would hold Python's interpreter lock for seconds. `check_values` counts the values
-and the nesting of a field after decoding.
+`check_structure` counts the lists, objects and items of a large body before it is decoded. Decoding millions of small
+lists would hold Python's interpreter lock for seconds. `check_values` counts the values and the nesting of a field
+after decoding.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def check_values(values: Iterable[Any], name: str, param: str | None = None) -> 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the `with` block ends. While many objects are created, collections would take
-    long.
+    """Pause Python's garbage collection until the `with` block ends. Otherwise many collections would run while many
+    objects are created, and take long.
     """
     on = gc.isenabled()
     gc.disable()

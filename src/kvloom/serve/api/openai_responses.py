@@ -103,7 +103,7 @@ class ResponsesBuilder(ChatResponse):
         return "incomplete" if self._finish == "length" else "completed"
 
     def _changes(self, delta: Delta) -> list[BlockChange]:
-        """Return the changes of items that a delta causes."""
+        """Return the changes of items that a delta (new tokens of the answer) causes."""
         self._count(delta)
         if delta.logprobs is not None:
             self._logprobs_of_text += self._logprobs(delta, 0)["content"]
@@ -181,7 +181,7 @@ class ResponsesBuilder(ChatResponse):
         return f"{kind}_{self.id.removeprefix('resp_')}_{block.index}"
 
     def _change_events(self, change: BlockChange) -> list[bytes]:
-        """Return the events of one change of an item."""
+        """Return the events that report one change of an output item."""
         verb, block, text = change
         at: dict[str, Any] = {"output_index": block.index, "item_id": self._item_id(block)}
         is_call = block.kind == "call"
@@ -267,7 +267,8 @@ def _tools(given: Any) -> Any:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the text of a message or, with images, its parts in the format of chats."""
+    """Return the content of a message as a text or, if it contains images, as a list of parts in the format
+    of chats."""
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return text_of_parts(content, TEXT_PARTS, where, "input")
     return [

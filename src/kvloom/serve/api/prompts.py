@@ -77,8 +77,9 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids of a prompt, and its text if known. `retain` contains pairs of a position and seconds: pages before
-    the position are retained for this time. The first `public` tokens are the public messages of a chat.
+    """The token ids of a prompt, and its text if known. Each entry of `retain` is a position and a number of seconds:
+    pages before the position are retained for this time. The first `public` tokens are the public messages of a chat,
+    which all tenants share.
 
     With `images`, the tokens contain one placeholder per image, which the engine process expands.
     """
@@ -199,9 +200,9 @@ class PromptEncoder:
         return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
 
     def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
-        """Return the prompts of a completion, which are texts or token ids. If a text has far too many tokens, it
-        is refused before it is encoded completely. Special tokens in a text are recognised, because the client
-        writes the whole prompt."""
+        """Return the prompts of a completion. The request contains them as texts or as token ids. If a text has far too
+        many tokens, it is refused before it is encoded completely. Special tokens in a text are recognised, because the
+        client writes the whole prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
@@ -318,7 +319,9 @@ class PromptEncoder:
         template: str | None,
     ) -> Prompt:
         """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit.
-        `template` is the request's own template, or None.
+        `more` are the template variables besides the messages. With `generate`, the prompt ends with the start of an
+        answer. With `on`, the answer continues the final message. With `special`, the tokenizer adds its special
+        tokens. `template` is the request's own template, or None.
         """
         control = self._any_control if template else self._control
         assert self.tokenizer is not None and control is not None
@@ -411,7 +414,7 @@ class PromptEncoder:
         return found
 
     def token_strings(self, ids: list[int]) -> list[str]:
-        """Return tokens as the tokenizer spells them."""
+        """Return tokens in the tokenizer's own notation."""
         return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
@@ -466,8 +469,8 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return the tokens of a text. If the prompt will be truncated, return only its last tokens: the tokens to
-    keep, and some tokens before them.
+    """Return the tokens of a text. If the prompt will be truncated, return only the last tokens: those to keep, and
+    some before them.
 
     Raises ApiError for too many characters, or if the start of the text already has far too many tokens.
     """
@@ -510,7 +513,7 @@ def _too_many_characters(count: int, most: int, param: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class _ContentForms:
-    """The kinds of message content that a chat template supports: texts, and lists of parts."""
+    """The kinds of message content that a chat template supports: texts (`texts`), and lists of parts (`parts`)."""
 
     texts: bool = True
     parts: bool = True
@@ -538,8 +541,9 @@ class _ContentForms:
 def _read_content(
     place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return `message` with its content as one text, or as one text part if the template supports only parts. With
-    images, the content is a list of parts. Raises ApiError for any other kind of content.
+    """Return `message` with its content in a form that the template supports. Without images, this is one text, or one
+    text part if the template supports only parts. With images, it is a list of parts. Raises ApiError for other
+    content.
     """
     where = f"messages[{place}]"
     role = message.get("role")
@@ -632,12 +636,12 @@ def chat_position(
     limits: PromptLimits,
     characters: int | None = None,
 ) -> int:
-    """Return the number of prompt tokens of a chat's first `messages` messages. With `characters`, the last of
-    these messages is first shortened to this many characters. Returns 0 if the template refuses these messages
-    alone.
+    """Return how many tokens of `prompt`, the prompt of a whole chat, belong to its first `messages` messages. With
+    `characters`, the last of these messages is first shortened to this many characters. Returns 0 if the template
+    refuses these messages alone.
 
-    The messages are rendered and encoded alone. The result is the number of leading tokens that are the same in
-    the prompt of the whole chat.
+    To find the number, the messages are rendered and encoded alone. The result is the number of their leading tokens
+    that equal the first tokens of `prompt`.
     """
     part = [dict(message) for message in fields.messages[:messages]]
     if part and characters is not None:

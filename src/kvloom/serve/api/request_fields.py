@@ -64,7 +64,7 @@ UNSUPPORTED: dict[str, str] = {
     "return_tokens_as_token_ids": "use return_token_ids",
     "web_search_options": "web search is not supported",
 }
-"""Unsupported fields of other servers, and the alternative to each."""
+"""Fields of other servers that kvloom does not support, each with the alternative or the reason."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -92,9 +92,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
-    later than other tokens, tokens with a negative priority earlier. Without `stop` the range has no end. Without `ttl`
-    the priority does not expire.
+    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Pages of tokens with a positive priority are
+    evicted later than other pages, and pages of tokens with a negative priority earlier. Without `stop` the range has
+    no end. Without `ttl` the priority does not expire.
     """
 
     start: int = 0
@@ -124,8 +124,8 @@ class CacheFields(msgspec.Struct, frozen=True):
 
 
 class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The objective of a request in milliseconds: limits of time to first token, of time between tokens, and of the
-    whole answer. See `core.Objective`.
+    """The objective of a request, in milliseconds: the longest allowed time to the first token, between two tokens, and
+    for the whole answer. See `core.Objective`.
     """
 
     ttft_ms: float | None = None
@@ -142,7 +142,8 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields for the hand-over of a prompt from a prefill worker to a decode worker. The request to the prefill
-    worker has `do_remote_decode`. Its response contains the fields for the decode worker.
+    worker sets `do_remote_decode`. The response of the prefill worker contains the fields for the request to the decode
+    worker: `do_remote_prefill`, and the address of the prefill worker's host memory (`remote_host`, `remote_port`).
 
     Pages are found by hash, so block ids, engine ids and token counts are accepted but not used. `encode_host` and
     `encode_port` are fields of kvloom, not of vLLM. They name the encode worker for the images of the request.
@@ -157,12 +158,13 @@ class TransferFields(msgspec.Struct, frozen=True):
 
     @property
     def encoder(self) -> str | None:
-        """The address of the encode worker for the images, host:port, or None if the request names none."""
+        """The address (host:port) of the encode worker for the images, or None if the request names none."""
         return _address(self.encode_host, self.encode_port)
 
     @property
     def awaited_peer(self) -> str | None:
-        """The address of the prefill worker's host memory, host:port, or None if this worker computes the prompt."""
+        """The address (host:port) at which the prefill worker shares its host memory, or None if this worker computes
+        the prompt."""
         return _address(self.remote_host, self.remote_port) if self.do_remote_prefill else None
 
 
@@ -533,7 +535,8 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
 
 
 def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
-    """Return the values of structured_outputs, under the names of SamplingParams."""
+    """Return the structures that the field `structured_outputs` requires, as pairs: the name of the field in
+    SamplingParams, and its value."""
     if wanted is None:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]

@@ -47,9 +47,9 @@ class Usage:
 class ResponseBuilder(ABC):
     """Builds the response of one HTTP request. Each delta updates `usage` and `finish_reasons`.
 
-    `ids` are the ids of the request's prompts in the engine, with `n` answers each. With `echo`, an answer begins with
-    the text of its prompt. `new_parser` creates the parser of one answer. If it returns None, the whole text is
-    content. `warning` is sent as a header.
+    `ids` are the ids of the request's prompts in the engine, and each prompt has `n` answers. With `echo`, an answer
+    begins with the text of its prompt. `new_parser` creates the parser of one answer, or returns None if the whole text
+    is content. `warning` is sent as a header.
     """
 
     prefix = ""
@@ -170,8 +170,8 @@ class ResponseBuilder(ABC):
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """Return a delta as a choice, with the fields that completions and chats share. The text of the delta is in
-        the field "text"."""
+        """Return a delta as an entry of `choices`, with the fields that completions and chats share. The text of the
+        delta is in the field "text"."""
         index = self._index(delta)
         text = delta.text
         if self._echo and index not in self._sent_characters:
@@ -224,8 +224,8 @@ class CompletionResponse(ResponseBuilder):
         }
 
     def _tokens(self, delta: Delta) -> list[int]:
-        """Return the tokens of a delta for which log-probabilities are returned. With `echo`, the tokens of the prompt
-        come first.
+        """Return the tokens of a delta whose log-probabilities the response contains. With `echo`, the tokens of the
+        prompt precede them.
         """
         if not self._echo or delta.id not in self._prompt_logprobs:
             return delta.tokens
@@ -341,7 +341,7 @@ def _whole_message(pieces: list[Piece]) -> dict[str, Any]:
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    """Return a piece as the delta of an event."""
+    """Return a piece of an answer as the field `delta` of an event."""
     if piece.kind == "content":
         return {"content": piece.text}
     if piece.kind == "reasoning":

@@ -84,8 +84,8 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return the data that a router needs to choose a worker for this model. The data describe block hashes, layer
-        groups, sizes, load and event addresses. Returns None while the model loads.
+        """Return the data that a router needs to choose a worker for this model: the model's name in block hashes,
+        layer groups, sizes, load and event addresses. Returns None while the model loads.
         """
         facts = self.engine.info
         if facts is None:

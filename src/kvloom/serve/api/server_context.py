@@ -166,8 +166,8 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request. Adds each chunk that arrives to `held`, which limits the bytes of all
-        bodies. Raises ApiError for a wrong content type, too many bytes, or a slow client.
+        """Return the JSON body of a request. Counts each chunk that arrives in `held`, because the bytes of all bodies
+        together are limited. Raises ApiError for a wrong content type, too many bytes, or a slow client.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -194,8 +194,8 @@ class ServerContext:
         return bytes(data)
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
-        """Call `read`, which parses a body of `size` bytes, and return its result. A large body is parsed in a
-        thread, which works for one tenant (`account`) after another.
+        """Call `read`, which parses a body of `size` bytes, and return its result. For a large body, `read` runs in a
+        thread that serves tenants in turn. `account` is the tenant of the request.
         """
         encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
         encoder = next(encoders, None)
@@ -205,8 +205,8 @@ class ServerContext:
 
 
 def _authorization(request: Request) -> str | None:
-    """Return the Authorization header of a request. If there is none, but the request has the header `x-api-key`, as
-    in Anthropic's clients, return its key in the form of an Authorization header.
+    """Return the Authorization header of a request. Clients of Anthropic send the header `x-api-key` instead. In this
+    case, return the key of this header in the form of an Authorization header.
     """
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization", None if key is None else f"Bearer {key}")

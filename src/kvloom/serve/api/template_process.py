@@ -1,11 +1,11 @@
 """Renders chat templates of requests in separate processes.
 
-    server ── frames on stdin ──▶ parent: has transformers imported ── fork ──▶ one child per template: renders, and exits
+    server ── frames on stdin ──▶ parent: has transformers imported ── fork ──▶ one child per template: renders, exits
     server ◀─ frames on stdout ── parent
 
-A template of a request is code of the client. An endless loop, or a huge constant that the compiler computes, would
-stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds a limit. It
-renders in jinja's sandbox. The parent exits when the server closes the pipe.
+The template of a request is code that a client has written. In the server process, an endless loop or a huge constant
+in this code would stop the server. A child process therefore has limits on CPU time and memory, and is killed if it
+exceeds a limit. The child renders in jinja's sandbox. The parent exits when the server closes the pipe.
 """
 
 from __future__ import annotations

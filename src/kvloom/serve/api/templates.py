@@ -1,8 +1,8 @@
 """Renders chat templates with limits on characters and CPU seconds.
 
-A template may repeat values of the request for every message. The output is therefore counted while the template
-writes it, and rendering stops at the first exceeded limit. transformers still renders the template.
-`limit_templates` adds only the counting, and does not change the result.
+A short request can produce a huge output, because a template may repeat values of the request for every message. The
+output is therefore counted while the template writes it, and rendering stops when a limit is exceeded. transformers
+still renders the template. `limit_templates` adds only the counting, and does not change the result.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _RenderBudget:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one attribute read, call or operator of a template. Every STEPS calls, check the CPU time and raise
-        RenderError above the limit. Only CPU time of this thread counts, so a busy machine causes no error.
+        """Count one attribute read, call or operator of a template. Every STEPS steps, check the CPU time, and raise
+        RenderError if it exceeds the limit. Only CPU time of this thread counts, so a busy machine causes no error.
         """
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
@@ -123,8 +123,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template, from the cache of transformers. Return None for an invalid template. A request that
-    renders the invalid template gets the error.
+    """Return the compiled template from the cache of transformers, or None for an invalid template. In the second case,
+    a request that renders the template gets the error.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template

@@ -105,7 +105,8 @@ def _tokenized(
 
 
 def _has_messages(body: bytes) -> bool:
-    """Return whether a body is a chat. Invalid JSON is reported later."""
+    """Return whether a body is a chat: a JSON object with messages. Invalid JSON causes no error here, because it is
+    refused later."""
     try:
         return "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

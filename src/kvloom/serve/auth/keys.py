@@ -7,7 +7,7 @@ A key file has one of two forms:
 
 - All keys of one tenant must have the same quota, weight and caps.
 - The default weight of a tenant is 1. If no key sets a weight, all tenants have equal shares of the pool, and only half
-  of each share is protected (`core.Tenant.firm`).
+  of each share is protected from eviction by other tenants (`core.Tenant.firm`).
 - `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`.
 - `public` allows the tenant to mark public prefixes, which other tenants share.
 - An admin key can read the data of all tenants.
@@ -97,9 +97,9 @@ def _bearer_key(authorization: str | None) -> str:
 
 
 def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
-    """Read a key file, and add the operator's keys in `own`, which are admin keys. A cap that a key does not set has
-    its value in `default`. Raises ValueError for an invalid file. The message contains the line or position, but
-    never the key.
+    """Read a key file, and add the operator's keys in `own`, which are admin keys. If a key does not set a cap, the cap
+    in `default` applies. Raises ValueError for an invalid file. The message contains the line or position, but never
+    the key.
     """
     default = default or Caps()
     rows = [] if path is None else _read_file(path)
@@ -205,8 +205,8 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
 
 
 def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the caps and objectives of a key by field name. Fields of `Caps` have no prefix `max_`. Raises ValueError
-    for an unknown name, or for a value that is not a valid number.
+    """Return the caps and objectives of a key, by field name. The prefix `max_` of a cap is removed, which gives the
+    field name in `Caps`. Raises ValueError for an unknown name, or for a value that is not a valid number.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -14,8 +14,8 @@ from kvloom.serve.errors import above_share, bad_request, bodies_full, draining,
 __all__ = ["PRESSURE", "BodyLimiter", "Caps", "HeldBody", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
-"""A tenant may have at most PRESSURE times as many open answers as the server can still admit. A single tenant can
-therefore use 4/5 of the limit. The same rule limits the bytes of bodies.
+"""A tenant may have at most PRESSURE times as many open answers as the server can still admit. If no other tenant has
+open answers, a tenant can therefore use 4/5 of the limit. The same rule limits the bytes of bodies.
 """
 
 
@@ -71,8 +71,10 @@ class Limits:
     |---------------------|-----------------------------------------------------------------------------------|
     | `body_bytes`        | bytes of one request body                                                         |
     | `bodies`            | bytes of all bodies that are being read or encoded, in multiples of `body_bytes`  |
+    | `connections`       | number of open connections                                                        |
+    | `prompt_tokens`     | tokens of one prompt; None: only the limit of the model and its pool applies      |
     | `answers`           | number of running and waiting answers                                             |
-    | `request_seconds`   | seconds in which a client must send the head of a request; the same for its body  |
+    | `request_seconds`   | seconds for the arrival of a request's headers, and again for that of its body    |
     | `read_seconds`      | seconds for which a client may read nothing from a stream                         |
     | `unread_characters` | characters of a stream that the client has not read                               |
     | `template_seconds`  | CPU seconds of the chat template for one request                                  |
@@ -136,7 +138,8 @@ class HeldBody:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Count bytes that arrived. Raises ApiError 429 if all bodies, or those of the tenant, exceed their limit."""
+        """Count bytes that arrived. Raises ApiError 429 if the bytes of all bodies, or of the tenant's bodies, exceed
+        their limit."""
         limiter = self._limiter
         limiter.used += count
         limiter.by_tenant[self._tenant] += count
@@ -147,12 +150,12 @@ class HeldBody:
 
 
 class RequestLimiter:
-    """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
-    requests.
+    """Counts the open answers of admitted requests. While `is_draining`, no request is admitted. `idle` is set while no
+    admitted request is open.
 
-    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server
-    can still admit. Tenants with many open answers are therefore refused first. This rule does not apply on an idle
-    server, or to a request for a tenant's first and only answer.
+    If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
+    still admit. Tenants with many open answers are therefore refused first. The rule does not apply while the server
+    has no open answer. It also does not apply to a request for one answer, if the tenant has no open answer.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

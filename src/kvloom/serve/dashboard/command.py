@@ -132,8 +132,8 @@ def _no_key(seconds: float) -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to a given number of seconds for a key press. It returns the key, or "" if no key
-    was pressed. Restores the terminal afterwards."""
+    """Yield a function that waits up to a given number of seconds for a key press. The function returns the key, or ""
+    if no key was pressed. When the `with` block ends, the terminal is restored."""
     if not sys.stdin.isatty():
         yield _no_key
         return

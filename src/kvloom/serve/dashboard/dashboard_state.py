@@ -2,7 +2,7 @@
 
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
-    every 15 s  a frame: snapshot and totals, for `state_json(at=…)`
+    every 15 s  a frame: snapshot and totals, for `past_json(at)`
 
 While the engine is loading, dead or in a long step, viewers see the last snapshot with its age. This module is
 independent of HTTP.
@@ -39,7 +39,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """Has one `DashboardState` for each served model, and takes samples of all models for the history."""
+    """The dashboard data of all served models: one `DashboardState` for each model. Takes samples of all models for the
+    history."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -83,9 +84,9 @@ class DashboardState:
         self._history.sample(now)
 
     def keep(self, now: float) -> None:
-        """If the last frame is FRAME_SECONDS old, store a new frame: the state of this moment, for later views of the
-        past. A frame needs a snapshot of the engine, for which a background task waits. While the engine runs no
-        steps, the last frame is repeated.
+        """If the last frame is FRAME_SECONDS old, store a new frame: the present state, which `past_json` can return
+        later. A background task requests the snapshot that a frame needs from the engine. While the engine runs no
+        steps, the last frame is repeated instead.
         """
         busy = self._keeping is not None and not self._keeping.done()
         if (
@@ -109,7 +110,7 @@ class DashboardState:
             self._past.add(time.time(), _encode(document))
 
     def _tier_rates(self, now: float) -> list[dict[str, int]]:
-        """Return the bytes per second of each tier since the last frame: `down` for offloads, `up` for loads."""
+        """Return the bytes per second that each tier has written (`down`) and read (`up`) since the last frame."""
         (before, bytes_before), tiers = self._kept_tiers, self._served.engine.stats.tiers
         self._kept_tiers = now, {tier.name: (tier.bytes_written, tier.bytes_read) for tier in tiers}
         rates = []
@@ -173,8 +174,8 @@ class DashboardState:
         }
 
     def _now(self) -> dict[str, Any]:
-        """Return the current state, without the history. A frame (stored state) of the past has the same fields, and
-        the rates of tiers."""
+        """Return the current state, without the history. A frame (stored state) contains these fields, and the transfer
+        rates of tiers."""
         context, served = self._context, self._served
         link = served.engine
         facts = link.info
@@ -232,7 +233,7 @@ class DashboardState:
 
 
 def _model(served: ServedModel) -> dict[str, Any]:
-    """Return status, pool, load and hits of one model, for the list of all models."""
+    """Return the status, pool, load and hits of one model. They are one row in the dashboard's list of all models."""
     stats, facts, metrics = served.engine.stats, served.engine.info, served.metrics
     return {
         "name": served.name,

@@ -45,8 +45,8 @@ OVERVIEW = 120
 
 
 class Samples:
-    """The last samples of some series, taken about every `seconds` seconds. Rates are per second. None in a series
-    means that nothing was measured. Quantiles of `histograms` cover the last WINDOW samples.
+    """The last samples of several series, taken about every `seconds` seconds. Rates are per second. A value is None if
+    nothing was measured. Quantiles of `histograms` cover the last WINDOW samples.
     """
 
     def __init__(self, names: Sequence[str], histograms: Sequence[Histogram], seconds: float) -> None:
@@ -68,8 +68,8 @@ class Samples:
         return max(1e-3, now - before[0]), {name: n - before[1][name] for name, n in counters.items()}
 
     def quantiles(self) -> list[float | None]:
-        """Return the quantiles of each histogram over the last WINDOW samples. Call it once per sample, because each
-        call stores the counts of the histograms. Takes microseconds.
+        """Return the quantiles of each histogram over the last WINDOW samples. Call this method once per sample,
+        because each call stores the counts of the histograms as a sample. Takes microseconds.
         """
         self._counts.append(self._histogram_counts())
         recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
@@ -84,8 +84,8 @@ class Samples:
         return [list(histogram.counts) for histogram in self._histograms]
 
     def to_dict(self, until: float | None = None) -> dict[str, Any]:
-        """Return one list per series for the SHOWN_SAMPLES samples up to the time `until` (None means now), oldest
-        value first. `until` in the result is the time of the last value."""
+        """Return, for each series, a list of the last SHOWN_SAMPLES values up to the time `until` (None means now),
+        oldest first. The key `until` of the result is the time of the last value."""
         end = len(self._rows)
         if until is not None:
             end = bisect.bisect_right(self._rows, until, key=lambda row: row[0])
@@ -95,8 +95,9 @@ class Samples:
         return {"seconds": self._seconds, "until": last or None, "series": series}
 
     def overview(self, name: str, start: float, end: float) -> list[float | None]:
-        """Return the means of one series in equal parts of the time from `start` to `end`. There are at most OVERVIEW
-        parts, each of at least two samples. A part without a sample is None."""
+        """Divide the time from `start` to `end` into equal parts, and return the mean of one series in each part. There
+        are at most OVERVIEW parts, and each is as long as at least two samples. The mean of a part without samples is
+        None."""
         at = self._names.index(name) + 1
         parts = max(1, min(OVERVIEW, int((end - start) / (2 * self._seconds))))
         sums, counts = [0.0] * parts, [0] * parts
@@ -163,5 +164,6 @@ class History:
         return self._samples.to_dict(until)
 
     def overview(self, start: float, end: float) -> list[float | None]:
-        """Return the output tokens per second in equal parts of a range of time."""
+        """Divide the time from `start` to `end` into equal parts, and return the mean number of output tokens per
+        second in each part."""
         return self._samples.overview("output_rate", start, end)

@@ -1,5 +1,5 @@
-"""The past hour of a dashboard, as frames. A frame is the state of the dashboard at one time, as a compressed
-JSON document without curves. A frame is stored every FRAME_SECONDS. Memory is bounded.
+"""The past hour of a dashboard, as frames. A frame is the state of the dashboard at one time, as a compressed JSON
+document without curves. A frame is stored every FRAME_SECONDS. All frames together take at most MAX_BYTES.
 
     now - 1 h                                               now
     ├──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┬──┤      one frame per mark
@@ -46,7 +46,7 @@ class Past:
         self._append(_Frame(at, zlib.compress(document, 1)))
 
     def repeat(self, at: float) -> None:
-        """Add a frame that equals the newest one. It costs no memory."""
+        """Add a frame with the time `at` and the document of the newest frame. It costs no memory."""
         if self._frames:
             self._append(_Frame(at, self._frames[-1].data))
 
@@ -60,8 +60,8 @@ class Past:
         return frame.at, zlib.decompress(frame.data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return times of the oldest and the newest frame (null if there is none), the seconds between two frames, and
-        the bytes in memory.
+        """Return plain data for JSON: the times of the oldest and the newest frame (null if there is none), the seconds
+        between two frames, and the bytes of all frames in memory.
         """
         first = self._frames[0].at if self._frames else None
         return {

@@ -88,8 +88,8 @@ def _foot(mode: str, note: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """Five figures in a row: hit rate, TTFT, ITL, tokens per second and running requests. Each has details and a curve
-    of its history.
+    """Five figures in a row: hit rate, TTFT, ITL (time between tokens), tokens per second and running requests. Each
+    has details and a curve of its history.
     """
 
     series: dict[str, Series]
@@ -255,7 +255,8 @@ def _tiers(engine: State, totals: State) -> Group:
 
 
 def _sources(totals: State) -> str:
-    """Return the sources of prompt tokens since the start, in percent."""
+    """Return a text with the percentages of prompt tokens that came from the pool, from each tier, and from
+    computation."""
     whole = totals["prompt_tokens"]
     if not whole:
         return ""
@@ -272,7 +273,8 @@ def _drafts(drafts: State) -> str:
 
 
 def _policy(policy: State) -> str:
-    """Return how the adaptive policy compares with LRU. Empty for other policies, and until the pool is full."""
+    """Return a text that compares the hit rate of the adaptive eviction policy with that of LRU. It is empty for other
+    policies, and until there is something to compare."""
     if not policy or not policy["compared_tokens"]:
         return ""
     points = 100 * (policy["gained_tokens"] - policy["lost_tokens"]) / policy["compared_tokens"]
@@ -281,8 +283,8 @@ def _policy(policy: State) -> str:
 
 
 def _ages(ages: State) -> str:
-    """Return a text with two medians: the time since the last use of cached entries when they were hit again, and
-    when they were evicted."""
+    """Return a text with two medians of the time since the last use of a cached entry: at its next hit, and at its
+    eviction."""
     words = [("hit again", ages["reused_p50"]), ("evicted", ages["evicted_p50"])]
     known = [f"{word} after {format_seconds(age)}" for word, age in words if age is not None]
     return "p50: " + ", ".join(known) if known else ""
@@ -315,8 +317,9 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield the branches below the branch `at`, each with its depth, in tree order. Siblings with the most hits
-    come first. The children of a branch without siblings have the same depth as the branch.
+    """Yield the branches below the branch `at`, each with its depth for indentation, and its own branches directly
+    after it. `below` maps a branch to its children. Siblings with the most hits come first. The children of an only
+    child have the depth of their parent.
     """
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:

@@ -1,4 +1,4 @@
-"""Observation of requests: metrics, records, traces, recordings.
+"""Observes requests: metrics, records, traces, recordings.
 
     metrics.py            Metrics: the counters of a model; ServerMetrics: those of the server, and /metrics
     series.py             Series: names, help texts and Prometheus' text format

@@ -1,7 +1,7 @@
 """The server's counters and histograms, and the text that /metrics returns.
 
-The counters are plain numbers. `series.py` adds their names when /metrics is read. Engine counters start at zero
-when the engine restarts.
+The counters are plain numbers. `series.py` adds the names of metrics when /metrics is read. Counters of the engine
+start at zero when the engine restarts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Metrics:
         self.saved_time = SavedTime()
         self.tenant_tokens: dict[str, TokenUse] = {}
         self.adapter_tokens: dict[str, TokenUse] = {}
-        """By name of the LoRA adapter; "" is the base model. Empty until a request names an adapter."""
+        """Token counts by name of the LoRA adapter; "" is the base model. Empty until a request names an adapter."""
         self.ttft, self.inter_token, self.time_per_token = (
             Histogram(TTFT_SECONDS),
             Histogram(TOKEN_SECONDS),
@@ -186,7 +186,7 @@ class Metrics:
 
 
 def _count_use(uses: dict[str, TokenUse], name: str, record: RequestRecord) -> None:
-    """Count the tokens of a request under a name. At most MAX_TENANTS names are counted."""
+    """Count the tokens of a request under `name`, a tenant or an adapter. At most MAX_TENANTS names are counted."""
     if name not in uses and len(uses) >= MAX_TENANTS:
         return
     use = uses.setdefault(name, TokenUse())

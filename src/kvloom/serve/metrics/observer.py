@@ -32,7 +32,8 @@ log = logging.getLogger("kvloom.serve")
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """An open request. Prompts and answers are stored only while traffic is recorded."""
+    """An open request. `messages` (the prompts) and `answers` (their output tokens) are filled only while traffic is
+    recorded. `context` is the trace of the client."""
 
     record: RequestRecord
     context: object = None
@@ -101,7 +102,7 @@ class RequestObserver:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)
 
     def finish(self, record: RequestRecord) -> None:
-        """Count, trace and record a finished request. It may have succeeded or failed."""
+        """Count and trace a request that has succeeded or failed, and write it to the recording."""
         record.finished = time.monotonic()
         if record.error_code is None and not record.finish_reasons and not record.is_disconnected:
             record.error_code = "interrupted"  # no reason given: the server shuts down or has a fault

@@ -34,7 +34,7 @@ class RequestRecord:
     | `error_code`                         | code of the error response, or None                                                      |
     | `progress`                           | the engine's latest report on each prompt, by the same id as in `prompts`                |
     | `request_id`                         | id of the HTTP request, from the header x-request-id                                     |
-    | `refused_slo`                        | objective and prediction, if the request was refused because it would miss the objective |
+    | `refused_slo`                        | objective and predicted times of a request that was refused because of its objective     |
     | `adapter`                            | name of its LoRA adapter, or None                                                        |
     """
 
@@ -83,8 +83,8 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds of loading from tiers, summed over the prompts. For each prompt, the time counts from the start of
-        its first load to the end of its last load.
+        """Seconds of loading from tiers, summed over the prompts. The seconds of a prompt are the time from the start
+        of its first load to the end of its last load.
         """
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
@@ -124,15 +124,15 @@ class RequestRecord:
 
     @property
     def slo(self) -> dict[str, Any] | None:
-        """Objectives, prediction and outcome of the slowest prompt, in milliseconds. None if the request has no
-        objective."""
+        """Objective, predicted times and actual times of the slowest prompt, in milliseconds. None if the request has
+        no objective."""
         found = [progress.slo for progress in self.progress.values() if progress.slo is not None]
         return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
     def waterfall(self) -> list[dict[str, Any]]:
         """Return the phases of the request: queue, load, prefill and decode. They are ordered by prompt (numbered from
-        0), then by start. `start_s` and `end_s` are seconds since the arrival. A load has a tier. If a phase still
-        runs, its end is the present time.
+        0), then by start. `start_s` and `end_s` are seconds since the arrival. A load also has the name of its tier. If
+        a phase still runs, its end is the present time.
         """
         now = self.finished or time.monotonic()
         phases: list[dict[str, Any]] = []

@@ -11,9 +11,9 @@ MIN_SPREAD = 1e-6
 class SavedTime:
     """Sums the prefill time that cached tokens have saved, in `seconds`.
 
-    The saved time of a request is the number of its cached tokens * the seconds per computed token, minus its load
-    time. The seconds per token are the slope of a line that is fitted to the prefill times of recent requests. Nothing
-    is counted until two requests have computed different numbers of tokens.
+    The saved time of a request is the number of its cached tokens times the seconds per computed token, minus its load
+    time. A line is fitted to the prefill times of recent requests, and its slope is the seconds per computed token.
+    Nothing is counted until two requests have computed different numbers of tokens.
     """
 
     def __init__(self) -> None:

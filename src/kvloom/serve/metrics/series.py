@@ -49,8 +49,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """Constants of a running engine: bytes per slab, tokens per block, and the share of padding in pages by kind of
-    layer.
+    """Constants of a running engine: bytes per slab, tokens per block, and for each kind of layer the share of padding
+    in its pages.
     """
 
     slab_bytes: int = 0
@@ -191,7 +191,8 @@ def _speculation_series(stats: EngineStats) -> list[Series]:
 
 
 def _policy_series(stats: EngineStats) -> list[Series]:
-    """Return the comparison of the adaptive eviction policy with LRU. All values are 0 with another policy."""
+    """Return the series that compare the adaptive eviction policy with LRU. All values are 0 if the engine uses another
+    policy."""
     policy = stats.policy
     return [
         Series("kvloom_policy_off", "gauge", "1 while the adaptive policy evicts like LRU, because it lost hits against LRU", policy.get("is_off", 0)),
@@ -253,8 +254,8 @@ def tier_series(stats: EngineStats) -> list[Series]:
 
 
 def _encoding_series(counts: Mapping[str, float]) -> list[Series]:
-    """Return the series about encode workers. A worker that requests embeddings of images counts the first series.
-    An encode worker counts the series `kvloom_encoder_…`."""
+    """Return the series about encode workers. An encode worker counts the series `kvloom_encoder_…`. A worker that
+    requests embeddings from encode workers counts all others."""
     rows = (
         ("kvloom_handed_over_images", "Images whose embeddings came from encode workers", "handed_over_images"),
         ("kvloom_handed_over_image_bytes", "Bytes of embeddings that came from encode workers", "handed_over_bytes"),
@@ -305,8 +306,8 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
 
 
 def _slo_series(stats: EngineStats) -> list[Series]:
-    """Return the series of requests with an objective: counts of admitted, deferred and refused requests, and actual
-    times divided by predicted times.
+    """Return the series of requests with an objective: the numbers of admitted, deferred and refused requests, and
+    histograms of the actual times divided by the predicted times.
     """
     admitted, deferred, refused = (stats.slo.get(verdict, 0) for verdict in ("admit", "defer", "refuse"))
     ttft, tbt = (age_histogram(one, RATIOS) for one in (stats.slo_ttft_ratio, stats.slo_tbt_ratio))
@@ -320,7 +321,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return a Histogram with the bucket bounds `bounds`, built from `counts`, which the engine sent."""
+    """Return the counts that the engine sent as a Histogram with the bucket bounds `bounds`."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

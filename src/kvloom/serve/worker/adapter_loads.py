@@ -44,11 +44,11 @@ class AdapterLoads:
         self._threads: ThreadPoolExecutor | None = None
 
     def __bool__(self) -> bool:
-        """Whether adapters are being loaded."""
+        """Whether some messages are not processed yet."""
         return bool(self._pending)
 
     def submit(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Start to load an adapter, or queue its removal."""
+        """Queue a message. For an adapter to load, a thread starts to read its files."""
         read: Future[LoraAdapter] | None = None
         if isinstance(message, LoadAdapter):
             self._threads = self._threads or ThreadPoolExecutor(1, "adapters")

@@ -39,10 +39,11 @@ class CacheSnapshot:
         return _encode(snapshot)
 
     def _adapters(self, cached: dict[str, int]) -> list[dict[str, Any]]:
-        """Return the base model, whose name is "", and the LoRA adapters, each with its cached bytes. Empty if the
-        engine has no adapters. The blocks of an activated LoRA count as blocks of the base model. `cached` maps
-        values of `CacheControl.adapter` to bytes. For a LoRA adapter, this value ends with the digest of the
-        adapter."""
+        """Return the base model, whose name is "", and the LoRA adapters, each with its cached bytes. The list is empty
+        if the engine has no adapters. All blocks of an activated LoRA count as blocks of the base model.
+
+        `cached` maps values of `CacheControl.adapter` to bytes. For a LoRA adapter, the value ends with the digest of
+        the adapter."""
         infos = adapter_infos(self._engine)
         if not infos:
             return []

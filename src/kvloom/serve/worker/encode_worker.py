@@ -19,8 +19,8 @@ STATS_SECONDS = 0.25
 
 
 class EncodeWorker:
-    """Encodes the images that other workers write to its host memory. Has the methods of `Worker` that the engine
-    process calls. Not thread-safe.
+    """Encodes the images that other workers write to its host memory. The engine process uses it in place of a
+    `Worker`, so it has the methods that the engine process calls. Not thread-safe.
     """
 
     is_preparing = True
@@ -50,7 +50,8 @@ class EncodeWorker:
             )
 
     def step(self) -> Outputs | None:
-        """Encode one image, if any image waits. Return new counters and refused requests, or None if there are neither."""
+        """Encode one image, if an image waits. Return an Outputs message with new counters and refused requests, or
+        None if there are neither."""
         self.encoder.poll()
         if self.encoder.waiting:
             self.encoder.encode_next()

@@ -73,8 +73,8 @@ class StartError(Exception):
 
 
 class Backoff:
-    """Computes the pause before each restart. The pause doubles with each restart. At most MAX_RESTARTS restarts are
-    allowed within WINDOW_SECONDS.
+    """Computes the pause before each restart. The pause doubles with each restart in the last WINDOW_SECONDS. It is
+    long enough that at most MAX_RESTARTS restarts happen within WINDOW_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Backoff:
 
 
 class EngineClient:
-    """Runs one engine process at a time.
+    """Runs one engine process at a time, and starts a new one when it ends. It calls these functions of its owner:
 
     | callback      | called with                                               |
     |---------------|-----------------------------------------------------------|
@@ -100,7 +100,7 @@ class EngineClient:
     | `on_ready`    | the Ready message of each engine                          |
     | `on_progress` | the progress of each prompt                               |
     | `on_delta`    | each delta of an open request; may be None                |
-    | `explain`     | the text of a rejection; returns the error for the client |
+    | `explain`     | the reason of a rejection; returns the error response     |
     """
 
     def __init__(
@@ -219,8 +219,9 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def change_adapter(self, name: str, path: str | None, replace: bool, seconds: float) -> str:
-        """Load a LoRA adapter from the folder `path`. If `path` is None, unload the adapter. Return the engine's error,
-        or "" on success. A restarted engine has the same adapters.
+        """Load a LoRA adapter from the folder `path`. With `replace`, it may replace a loaded adapter of the same name.
+        If `path` is None, unload the adapter. Return the engine's error, or "" on success. A restarted engine has the
+        same adapters.
 
         Raises ApiError if no engine is ready, and TimeoutError after `seconds`.
         """
@@ -235,8 +236,8 @@ class EngineClient:
             self._adapter_waiters.pop(number, None)
 
     def _record_adapters(self, answer: AdapterAnswer) -> None:
-        """Store the adapters of the engine, so that a restarted engine loads them again. Passes the result to the
-        waiting `change_adapter`.
+        """Store the list of adapters in an answer of the engine, so that a restarted engine loads them again. Also
+        passes the result to the `change_adapter` call that waits for this answer.
         """
         assert self.info is not None
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
@@ -408,9 +409,9 @@ class EngineClient:
 def _restart(start: Start, before: Ready) -> Start:
     """Return the start options for a restart. `before` is the Ready message of the engine that has died.
 
-    All tiers become optional, so that an unavailable tier does not prevent serving. Adapters whose folders are
-    gone are left out. A pool that shares memory starts with its last size, because other pools may use the
-    rest.
+    All tiers become optional, so that the engine starts even if a tier is unavailable. Adapters whose folders are gone
+    are left out. A pool that shares memory with other pools starts with its last size, because other pools may use the
+    rest of the memory.
     """
     settings = {
         **start.settings,

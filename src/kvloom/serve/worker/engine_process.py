@@ -53,9 +53,10 @@ __all__ = ["load_engine", "main"]
 Inbox = SimpleQueue[ToEngine | None]
 """A queue of messages. None means that the API process has closed the socket."""
 PREPARE_SECONDS = 0.005
-"""Poll interval for images and grammars of requests while idle."""
+"""Seconds between two polls of an idle engine while requests wait for images or grammars, or adapters are being loaded.
+"""
 IDLE_SECONDS = 0.5
-"""Poll interval for tiers and an elastic pool while idle."""
+"""Seconds between two polls of an idle engine that has tiers, an elastic pool or events."""
 CLOSE_SECONDS = 4.0
 """Seconds in which tiers must finish pending stores when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -89,7 +90,8 @@ def main(fd: int) -> None:
 
 
 class _Sender:
-    """Sends messages of the engine thread, and heartbeats between them. `step` is the number of the running step."""
+    """Sends the messages of the engine thread, and heartbeats from another thread. `step` is the number of the running
+    step, for the heartbeats."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._lock = link, threading.Lock()
@@ -143,13 +145,14 @@ def load_engine(start: Start) -> Engine:
 
 
 def _exit(reason: str) -> None:
-    """End the process because a rank has stopped. The API process then starts a new engine."""
+    """End the process because another rank (process) of the model has stopped. The API process then starts a new
+    engine."""
     print(f"tensor parallel: {reason}; the engine restarts", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _warm_up(engine: Engine, progress: bool) -> None:
-    """Compile kernels and capture CUDA graphs before the first request."""
+    """Compile kernels and capture CUDA graphs before the first request. With `progress`, show a progress bar."""
     if not progress or engine.device.type != "cuda":
         engine.prepare()
         return

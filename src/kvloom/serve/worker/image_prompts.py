@@ -28,8 +28,8 @@ class ImagesBusyError(ValueError):
 
 
 class ImagePrompts:
-    """Prepares requests with images in a thread. The processor is loaded from the folder `model`, unless `processor` is
-    given.
+    """Prepares requests with images in a thread. The model's image processor is loaded from the folder `model`, unless
+    `processor` is given.
     """
 
     def __init__(self, model: str, vision: Vision, processor: Any = None) -> None:
@@ -56,7 +56,7 @@ class ImagePrompts:
         self._start()
 
     def cancel(self, id_: int) -> None:
-        """Drop a request. If it is being prepared, `take` drops it later."""
+        """Drop a request. If a thread is preparing the request, its result is dropped later."""
         for tenant, messages in list(self._waiting.items()):
             for message in [one for one in messages if one.id == id_]:
                 messages.remove(message)

@@ -105,8 +105,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
 
-    The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
-    `max_tokens` limits prompt and output together.
+    The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
+    is set, `max_tokens` limits prompt and output together.
     """
 
     text: str
@@ -117,9 +117,9 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
-    later than other tokens, tokens with a negative priority earlier. Without `stop` the range has no end. Without `ttl`
-    the priority does not expire.
+    """Sets the priority of the tokens [start, stop) for `ttl` seconds. Pages of tokens with a positive priority are
+    evicted later than other pages, and pages of tokens with a negative priority earlier. Without `stop` the range has
+    no end. Without `ttl` the priority does not expire.
     """
 
     start: int = 0
@@ -178,7 +178,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Cancel the answers of a prompt. No further delta follows. Ids of finished prompts are ignored."""
+    """Cancel all answers to the prompt `id`. The engine sends no further delta of this prompt. If the prompt has
+    finished, the message has no effect."""
 
     id: int
 
@@ -214,7 +215,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """A message from the server that changes the role of the worker."""
+    """Change the role of the worker for later requests."""
 
     role: Role
 
@@ -238,10 +239,11 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. `invocation_tokens` is
-    empty unless the adapter is an activated LoRA, which applies from the last occurrence of these tokens in the
-    prompt. `requests` is the number of its requests. `is_resident` states that the adapter has a slot on the
-    device.
+    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. `created` is the Unix time of
+    loading. `requests` is the number of its requests. `is_resident` states that the adapter has a slot on the device.
+
+    An activated LoRA applies only from the last occurrence of `invocation_tokens` in the prompt. For other adapters,
+    `invocation_tokens` is empty.
     """
 
     name: str
@@ -268,9 +270,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     - `cached_tokens`: the number of cached prompt tokens.
     - `finish_reason`: set in the last delta.
-    - `prompt_logprobs`: for all prompt tokens except the first, in the first answer, if requested.
-    - `prompt_tokens`: for prompts with images, the count with expanded placeholders.
-    - `embedding`: float32, little-endian, if requested.
+    - `prompt_logprobs`: if requested, log-probabilities of all prompt tokens except the first. Only answer 0 has them.
+    - `prompt_tokens`: for a prompt with images, the number of its tokens after placeholders are expanded.
+    - `embedding`: if requested, the values of the embedding as float32, little-endian.
     """
 
     id: int
@@ -301,12 +303,14 @@ MAX_CHUNKS = 64
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
+    """Progress of one prompt. The engine sends it when the prompt starts, at its first token, and when all its answers
+    have finished.
 
     Times are on the monotonic clock. 0 means "not yet".
 
     | field                  | meaning                                                                                |
     |------------------------|----------------------------------------------------------------------------------------|
+    | `looked_up`, `started` | times of the lookup in the cache, and of the first work on the prompt                  |
     | `hits`                 | number of cached prompt tokens, by tier                                                |
     | `miss_position`        | the token at which the lookup stopped                                                  |
     | `miss_reason`          | one of the core's MISS_REASONS                                                         |
@@ -316,7 +320,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `prompt_tokens`        | for a prompt with images: number of prompt tokens with expanded placeholders           |
     | `draft_tokens`         | number of draft tokens that were proposed, for all answers                             |
     | `accepted_tokens`      | number of `draft_tokens` that were accepted                                            |
-    | `slo`                  | objective, prediction and outcome (`SloState.report`), if the request has an objective |
+    | `slo`                  | objective, prediction and outcome (`SloState.report`), or None without an objective    |
     | `chunks`               | computed prompt chunks: start, end, tokens. At most MAX_CHUNKS; more are merged        |
     """
 
@@ -365,7 +369,9 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tier: its objects and bytes, and its traffic. `reads` and `writes` count objects by outcome.
+    """The content and the traffic of a tier. An object is one stored page. `objects` and `bytes` are the present
+    content, and `capacity` is the size in bytes. The other numbers count since the engine started. `reads` and `writes`
+    count objects by outcome.
 
     `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
     (being probed).
@@ -384,7 +390,7 @@ class TierUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Counters of the engine and its cache since the engine started.
+    """Counters of the engine and its cache since the engine started, and its present load.
 
     | field                                | meaning                                                                              |
     |--------------------------------------|--------------------------------------------------------------------------------------|
@@ -465,10 +471,11 @@ class PoolState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The results of one step. `stats` are sent several times a second, and when the engine becomes idle.
+    """The results of one step. `stats` is set several times a second, and when the engine becomes idle. Otherwise it is
+    None.
 
-    `snapshot` is JSON and answers a SnapshotRequest. `pool` is sent when the size of the pool changes, and answers a
-    ResizePool. `adapters` answers messages about LoRA adapters.
+    `snapshot` is JSON and answers a SnapshotRequest. `pool` is set if the size of the pool has changed, or if a
+    ResizePool message needs an answer. `adapters` answers messages about LoRA adapters.
     """
 
     deltas: list[Delta] = []
@@ -481,8 +488,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window, or 0 without a
-    window."""
+    """A layer group: its index, its kind (full, sliding, chunked, state) and its window. The window is a number of
+    tokens, or 0 for a group without a window."""
 
     index: int
     kind: str

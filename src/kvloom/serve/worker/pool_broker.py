@@ -2,8 +2,8 @@
 
     every PERIOD:   loads of all models ──▶ plan ──▶ shrink some pools, wait for their answers ──▶ grow full pools
 
-A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool gets unassigned bytes
-first, then bytes of idle models, then free bytes of busy models, then bytes of models above their equal share.
+A pool grows only by bytes that no pool has, so the sum never exceeds the budget. `plan_pools` decides which pools grow
+and which pools shrink.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _growth(load: PoolLoad, share: int) -> int:
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round (call of `balance`), and the last time when the engine was busy.
-    If `steps` has changed since the last round, requests have run, even if no request runs now.
+    """The counters of an engine at the last round (call of `balance`), and the last time when the engine was busy
+    (`busy_at`). A change of `steps` between two rounds shows that requests have run, even if no request runs now.
     """
 
     steps: int = 0
@@ -165,7 +165,7 @@ class PoolBroker:
     @property
     def free_bytes(self) -> int:
         """Return the number of bytes of the budget that are neither in a pool nor reserved. The number is negative
-        while pools still have to shrink for a reservation."""
+        while pools must still shrink to free the reserved bytes."""
         return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
 
     async def reserve(self, seconds: float) -> int:
@@ -203,8 +203,8 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize message and return the task that waits for the answer. Until the engine has answered,
-        `_size` returns the larger of the old and the new size of its pool.
+        """Make an engine resize its pool to `size` bytes, and return the task that waits for the answer. Until the
+        engine has answered, `_size` returns the larger of the old and the new size.
         """
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))

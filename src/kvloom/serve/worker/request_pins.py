@@ -21,8 +21,8 @@ POOL_PARTS = 4
 
 
 class RequestPins:
-    """The pins of one engine, oldest first, with the sessions of their requests. A pin keeps the cached pages of a
-    prompt in the pool."""
+    """The pins of one engine. A pin keeps the cached pages of a prompt in the pool. Pins are stored oldest first, each
+    with the session of its request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """The answers of one HTTP request, between the engine and the client.
 
-Unread deltas are merged, so a slow client gets fewer and larger deltas. In streams, `max_characters` limits the
-unread text. A client above this limit is disconnected.
+Deltas (new tokens) that the client has not read yet are merged, so a slow client gets fewer and larger deltas. In
+streams, `max_characters` limits the unread text. A client above this limit is disconnected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["ResponseStream"]
 
 
 class ResponseStream:
-    """Collects the deltas of one HTTP request, which has `n` answers to each prompt in `ids`. Only one task may call
-    `take`.
+    """Collects the deltas (new tokens) of one HTTP request, which has `n` answers to each prompt in `ids`. Only one
+    task may call `take`.
 
     `pending` are the prompts that have not finished.
     """
@@ -61,8 +61,8 @@ class ResponseStream:
         self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. If the
-        stream has failed, raises its error after all earlier deltas were returned.
+        """Wait for deltas, and return all that have arrived. Returns an empty list at the end of the answers, or after
+        a disconnect. If the stream has failed, earlier deltas are returned first. The next call raises the error.
         """
         while not self._pieces and self._error is None and self.pending and not self.is_disconnected:
             self._changed.clear()

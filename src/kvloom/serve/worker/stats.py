@@ -89,8 +89,8 @@ def engine_stats(
 
 
 def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
-    """Return the counts of admitted, deferred and refused requests with an objective, the actual times divided by the
-    predicted times, and the coefficients of step times.
+    """Return the stats of requests with an objective: the numbers of admitted, deferred and refused requests, and
+    histograms of actual times divided by predicted times. Also return the coefficients of step times.
     """
     return {
         "slo": {verdict.value: count for verdict, count in admission.counts.items()},

@@ -56,7 +56,7 @@ class Watchdog:
             self._step, self._in_step = message.step, 0.0
 
     def tick(self, seconds: float) -> str | None:
-        """Add the seconds since the last tick. Return the reason why the engine counts as hung, or None."""
+        """Count `seconds`, the time since the last tick. Return the reason why the engine counts as hung, or None."""
         seconds = min(seconds, 2 * HEARTBEAT_SECONDS)
         self._silent += seconds
         self._in_step += seconds if self._step else 0.0

@@ -1,8 +1,8 @@
-"""Runs requests on the engine. Handles messages and returns Outputs. This module does not depend on sockets
-and HTTP.
+"""Runs requests on the engine. Handles messages and returns Outputs. This module does not depend on sockets and HTTP.
 
-A tenant with a quota has a separate queue. A request enters the engine only when the most pages that it can
-need fit into the quota. A tenant at its quota therefore never blocks other tenants.
+The requests of a tenant with a quota wait in a separate queue. Before a request enters the engine, the largest number
+of bytes that it can need is reserved in the quota. A tenant that has used up its quota therefore never blocks other
+tenants.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ SHORT_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has the number of
-    tokens already sent for each answer, or -1 if the answer has finished. `first` is the time of the first token.
-    `chunks` are its computed prompt chunks: start, end and tokens, with times on the monotonic clock.
+    """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has, for each answer,
+    the number of tokens already sent, or -1 if the answer has finished. `first` is the time of the first token.
+    `chunks` are the computed chunks of the prompt, as (start, end, tokens), with times on the monotonic clock.
     """
 
     message: Add
@@ -97,7 +97,7 @@ class _TenantQuota:
 
 
 class _AwaitedImages(NamedTuple):
-    """A request that waits for encode workers, and the requested embeddings, by the index of the image."""
+    """A request that waits for encode workers. `requested` has the awaited embeddings by the index of the image."""
 
     message: Add
     requested: dict[int, Future[torch.Tensor | None]]
@@ -311,8 +311,8 @@ class Worker:
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens of one request. If models share memory, the size to which the pool can always
-        grow sets this limit. Otherwise the present size of the pool sets it.
+        """The largest number of tokens that one request may have. If models share memory, it depends on the size to
+        which the pool can always grow. Otherwise it depends on the present size of the pool.
         """
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
@@ -324,8 +324,8 @@ class Worker:
         return bool(waits)
 
     def _prepare_images(self, message: Add) -> None:
-        """Start to decode the images of a request in another thread. Steps do not wait for them. The request continues
-        when its images are decoded."""
+        """Start to decode the images of a request in another thread, so that steps do not wait. The request enters the
+        queue after its images are decoded."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -345,8 +345,8 @@ class Worker:
                 self._request_embeddings(message, images)
 
     def _request_embeddings(self, message: Add, images: list[Image]) -> None:
-        """Request the embeddings of a request's images from encode workers, except for images in the cache. The
-        request continues when the encode workers have answered, or at once if there are none."""
+        """Ask encode workers for the embeddings of a request's images, except for images in the cache. The request
+        enters the queue after the encode workers have answered. Without encode workers, it continues at once."""
         encoders = self.engine.encoders
         if encoders is None:
             self._compile_grammar(message)
@@ -583,8 +583,8 @@ class Worker:
 
     @property
     def _lacks_pages(self) -> bool:
-        """Whether this model shares memory with other models and lacks pages: it has evicted pages since the last
-        stats, or requests wait for pages."""
+        """Whether this model shares memory with other models and lacks pages. It lacks pages if it has evicted pages
+        since its last stats message, or if requests wait for pages."""
         if not self._share_bytes:
             return False
         evictions = self.engine.cache.inspect.evicted.total()
@@ -601,7 +601,7 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Record that the latest stats were sent. While the engine is busy, `_stats_changed` stays set, so that stats
+        """Record that the latest stats were sent. If the engine is busy, `_stats_changed` is not reset, so that stats
         are sent once more when the engine becomes idle."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
@@ -631,8 +631,8 @@ def _progress(one: _OpenRequest) -> RequestProgress:
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold pages
-    limit it. Cold pages are pages of a running request that do not fit into the pool.
+    """Return the largest number of tokens that one request may have. It depends on the model, on `pool_bytes`, and on
+    the host memory for cold pages. Cold pages are pages of a running request that do not fit into the pool.
     """
     low, high = 1, engine.cache.max_tokens
     while low < high:
@@ -649,14 +649,14 @@ def _output_tokens(request: Request) -> int:
 
 
 def _prompt_tokens(request: Request) -> int | None:
-    """Return the number of prompt tokens of a request with images, else None. The API process counts the tokens of
-    other requests.
+    """Return the number of prompt tokens of a request with images. Return None for other requests, because the API
+    process has counted their tokens.
     """
     return None if request.images is None else len(request.prompt)
 
 
 def _control(message: Add) -> CacheControl:
-    """Return the caching options of a request, without the priorities of its token ranges."""
+    """Return the caching options of a request as a CacheControl. The priorities of token ranges are not part of it."""
     session = None if message.session is None else _session_key(message.tenant, message.session)
     return CacheControl(
         tenant=message.tenant,

@@ -7,7 +7,7 @@
     blocks.py          Blocks: pieces grouped into blocks that open and close
     answer_parser.py   AnswerFormats: the formats of a model; AnswerParser: one answer
 
-The same parsers read streams and whole answers, so both have the same parts.
+The same parsers read streams and whole answers, so a streamed answer is split in the same way as a whole answer.
 """
 
 from __future__ import annotations

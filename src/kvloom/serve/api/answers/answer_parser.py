@@ -30,8 +30,8 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
-        held back, unless `ended` (no more text follows).
+        """Read the next text of the answer, and return the pieces that are certain so far. Text that may be the start
+        of a marker is kept for the next call. If `ended`, no text follows, and nothing is kept.
         """
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
@@ -51,8 +51,9 @@ class AnswerParser:
 class AnswerFormats:
     """The formats in which the served model writes tool calls and reasoning.
 
-    `shows_tools` is True if its chat template shows tools to the model. `special` is True if a marker of a format is a
-    special token. The text of an answer must then keep special tokens.
+    `calls` and `reasoning` are parser classes, or None. `shows_tools` is True if the chat template shows tools to the
+    model. `special` is True if a special token marks tool calls or reasoning. Special tokens must then stay in the text
+    of an answer.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -62,8 +63,8 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats that the parser names `calls` and `reasoning` select. For calls, "auto" detects the format
-        from the chat template.
+        """Return the formats of a model. `calls` and `reasoning` are names of parsers. If `calls` is "auto", the format
+        of tool calls is detected from the chat template.
         """
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
@@ -91,8 +92,8 @@ class AnswerFormats:
         parallel: bool,
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content. `structure` is the
-        required structure of the whole answer. The answer may call `functions`. With `forced`, the answer must call one
-        of them."""
+        required structure of the whole answer. The answer may call `functions`. With `forced`, the answer must call at
+        least one function. Without `parallel`, only the first call is returned."""
         reasoning = None
         if self.reasoning is not None and (
             structure is None or structure[1].startswith((REASONING, ANSWER + STRICT))
@@ -112,7 +113,8 @@ class AnswerFormats:
         return self.calls.strict_grammar(functions)
 
     def tools_warning(self, forced: bool, functions: Tools) -> str | None:
-        """Return a warning if the template or parser of this model does not support tool calls, else None."""
+        """Return a warning if the template or parser of this model does not support tool calls, else None. A forced
+        call (`forced`) needs no parser of the model, because the server enforces its own format."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:

@@ -18,8 +18,8 @@ __all__ = ["Block", "BlockChange", "Blocks"]
 
 @dataclass(slots=True)
 class Block:
-    """A block of an answer, such as a text or a tool call. `first` is its first piece. The first piece of a call has
-    the id and the name of the call."""
+    """A block of an answer: reasoning, content or one tool call. `first` is its first piece, which contains the id and
+    the name of a call. `parts` are the texts of the block so far."""
 
     index: int
     first: Piece

@@ -1,4 +1,4 @@
-"""The pieces of an answer, and the text from which they are read.
+"""The pieces (reasoning, content, tool calls) of an answer, and the text from which they are read.
 
 A parser is a generator over a TextSource. It reads the text that has arrived, adds pieces, and yields when it needs
 more text. The same code therefore parses streams and whole texts. The cost grows with the length of the text.
@@ -193,7 +193,7 @@ class _CallScanner:
     def __init__(self, name: str | None) -> None:
         self.name, self.is_done = name, False
         self.has_arguments = False
-        """Whether an object of arguments has begun after the name. The JSON object is then a call."""
+        """Whether the name was read, and the object of arguments has begun. The JSON object is then a call."""
         self._depth = 0 if name is None else 1
         self._in_string = self._escaped = False
         self._key: str | None = None if name is None else ARGUMENTS[0]
@@ -224,8 +224,8 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return the arguments that `take_arguments` could not return, because they came before the name or as a JSON
-        string. Return None if there are no such arguments.
+        """Return the arguments that `take_arguments` could not return, because they came before the name, or because
+        they are a JSON string instead of an object. Return None if there are no such arguments.
         """
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:

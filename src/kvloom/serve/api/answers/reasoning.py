@@ -45,8 +45,8 @@ class ReasoningParser(ABC):
         """Return whether the answer to this prompt begins with reasoning."""
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
-        held back, unless `ended` (no more text follows).
+        """Read the next text of the answer, and return the pieces that are certain so far. Text that may be the start
+        of a marker is kept for the next call. If `ended`, no text follows, and nothing is kept.
         """
         self._rest += text
         pieces: list[Piece] = []
@@ -106,14 +106,15 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 def last_marker(message: str) -> str:
-    """Return <think> if a message ends inside reasoning, otherwise </think>. If an answer continues the message,
-    the marker shows whether the answer begins inside reasoning.
+    """Return <think> if a message ends inside reasoning, otherwise </think>. An answer that continues the message
+    begins inside reasoning if the marker is <think>.
     """
     return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
-    """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure.
+    """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure. The structure
+    has the form `kind` ("json_schema", "regex" or "grammar") and is given as `text`.
 
     Return None for a client's own grammar, because its rules may have the same names as the rules for reasoning.
     """

@@ -1,10 +1,10 @@
 """The formats in which models write tool calls. The names are vLLM's.
 
-    hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number, also after text
-    llama3_json    {"name": "f", "parameters": {"a": 1}}, more after ";" or ","
+    hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>; may be repeated, and may follow text
+    llama3_json    {"name": "f", "parameters": {"a": 1}}; further calls follow after ";" or ","
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}
     pythonic       [f(a=1), g()]
-    qwen3_coder    <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, any number, also after text
+    qwen3_coder    <tool_call><function=f><parameter=a>1</parameter></function></tool_call>; repeated as in hermes
 
 A text that is not a call stays content. `ForcedCalls` reads the format of a forced call (tool_choice.py).
 """
@@ -32,8 +32,8 @@ LITERAL_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryErro
 
 
 class ToolCallParser(ABC):
-    """Parses one answer. `markers` are the texts that mark tool calls. They must stay in the answer, even if they are
-    special tokens. `schemas` are the JSON schemas of the functions' parameters, by function name.
+    """Parses one answer. `markers` are the texts that mark tool calls. Markers that are special tokens must stay in the
+    text of the answer. `schemas` are the JSON schemas of the functions' parameters, by function name.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -45,12 +45,13 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def parse(self, source: TextSource) -> Parsing:
-        """Read a source to its end, and add its pieces."""
+        """Read a source to its end, and add the pieces to it. A generator that yields when it needs more text."""
 
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str | None:
-        """Return the Lark rule `answer` for text and calls in this format. The arguments of strict functions follow
-        their schemas. Return None if the format contains no JSON to which a schema could apply.
+        """Return the Lark rule `answer`, which allows text and calls in this format. The arguments of strict functions
+        must follow their schemas. Return None if calls in this format contain no JSON, because a schema cannot apply
+        then.
         """
         return None
 
@@ -64,8 +65,8 @@ class ToolCallParser(ABC):
         return self._source.calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text. Return the pieces whose meaning is certain. Text that may be the start of a marker is
-        held back."""
+        """Read the next text of the answer, and return the pieces that are certain so far. Text that may be the start
+        of a marker is kept for the next call."""
         self._source.rest += text
         return self._advance()
 
@@ -116,7 +117,7 @@ class Llama3JsonParser(ToolCallParser):
 
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str:
-        """Return the rule `answer`. An answer that begins with a brace is a call."""
+        """Return the Lark rule `answer`. An answer that begins with a brace must be a call."""
         return f"""{STRICT}strict: call ("; " call)* | TEXT
 TEXT: /[^{{\\s](.|\\n)*/
 """ + call_rules(functions, "parameters", only_strict=True)
@@ -264,8 +265,8 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """Parses a JSON array of calls, in the form that `forced_grammar` enforces. Text that is not a complete call
-    can only be the start of a call that was cut off. Such text is dropped.
+    """Parses a JSON array of calls, in the form that `forced_grammar` enforces. If the token limit cuts the array off,
+    text that belongs to no call yet, such as the start of a name, is dropped.
     """
 
     def parse(self, source: TextSource) -> Parsing:
