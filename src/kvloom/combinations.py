@@ -315,11 +315,11 @@ REFUSED = {
         "a model that is already loaded",
         "tensor_parallel {count}: every rank loads its part of the weights itself: give the model's folder or name",
     ),
-    "tensor parallel, tiers": Refused(
+    "tensor parallel, cold pages": Refused(
         "engine",
         "tensor_parallel",
-        "tiers",
-        "tensor_parallel {count}: a page is spread over the ranks, and tiers store only whole pages: remove the tiers",
+        "requests longer than the pool",
+        "attention over cold pages reads whole pages of host memory, and ranks have parts of them: give a larger pool",
     ),
     "tensor parallel, draft": Refused(
         "engine",

@@ -69,7 +69,7 @@ class Desk:
         buffer = torch.zeros(40 * layout.slab_bytes, dtype=torch.uint8)
         host, _ = open_host(layout, 4 << 20, False, buffer.device)
         forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
-        self.pages = Told(layout, buffer, host)
+        self.pages = Told(layout, buffer, host.arena)
         self.keeping = PageOffloader(
             self.cache, self.pages, TransferManager(host, ()), forms, forms, {writes}
         )

@@ -148,7 +148,6 @@ def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tiers": ["host:1MiB"]}, "tiers store only whole pages"),
         ({"speculate": "draft=x"}, "runs on one rank only"),
         ({"max_loras": 1}, "adapters are not divided"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),

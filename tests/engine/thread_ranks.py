@@ -15,7 +15,8 @@ import torch
 from kvloom.core import CopyBatch, KVCache
 from kvloom.engine import Engine, EngineConfig
 from kvloom.engine.execution import ModelRunner, allocate_kv_memory
-from kvloom.engine.parallel.messages import CopyPages, Step, StepReader, StepWriter
+from kvloom.engine.parallel.host_copies import HostCopies, RankHost
+from kvloom.engine.parallel.messages import CopyHost, CopyPages, ShareHost, Step, StepReader, StepWriter
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import shard_model
@@ -35,6 +36,11 @@ class ThreadRanks:
         self.errors: list[BaseException] = []
         self._threads = []
         self.runners: dict[int, ModelRunner] = {}
+        self.pools: dict[int, torch.Tensor] = {}
+        """The pools of ranks 1, 2, …"""
+        self.host_copies = HostCopies(
+            config.tensor_parallel, self._send, self.fail, self._failure, config.rank_seconds
+        )
         self._writer: StepWriter | None = None
         for rank in range(1, config.tensor_parallel):
             queue: SimpleQueue[bytes | None] = SimpleQueue()
@@ -55,10 +61,20 @@ class ThreadRanks:
             memory = allocate_kv_memory(model, config)
             runner = self.runners[rank] = target_runner(model, memory, config)
             reader = StepReader(memory.cache)
+            self.pools[rank] = memory.buffer
+            host = RankHost(
+                memory.layout,
+                memory.buffer,
+                rank,
+                lambda number: self.host_copies.copied(rank, number),
+                self.errors.append,
+            )
             while (data := queue.get()) is not None:
-                message = msgspec.msgpack.decode(data, type=Step | CopyPages)
+                message = msgspec.msgpack.decode(data, type=Step | CopyPages | ShareHost | CopyHost)
                 if isinstance(message, Step):
                     runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
+                elif isinstance(message, ShareHost | CopyHost):
+                    host.run(message)
                 else:
                     source, target = message.page_ids
                     copy_pages(memory.buffer, message.page_stride, source, target)
@@ -82,6 +98,12 @@ class ThreadRanks:
         data = msgspec.msgpack.encode(message)
         for queue in self._queues:
             queue.put(data)
+
+    def check(self) -> None:
+        self.host_copies.check()
+
+    def _failure(self) -> str | None:
+        return str(self.errors[0]) if self.errors else None
 
     def fail(self, reason: str) -> None:
         self.errors.append(RuntimeError(reason))

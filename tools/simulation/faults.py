@@ -24,11 +24,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvloom.core import PoolLayout
 from kvloom.engine.offload import HostPages, Ids
-from kvloom.tiers import HostTier, Outcome
+from kvloom.tiers import Outcome
 from kvloom.tiers.disk import Files
 from kvloom.tiers.remote import Destination, Store, StoreError, Usage, ValueRange
 
@@ -219,8 +217,8 @@ class DeviceCopies(HostPages):
     delay = 0.0
     """Longest duration of a copy in seconds. 0 means that a copy is done when the call returns."""
 
-    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
-        super().__init__(layout, buffer, host)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._pending: dict[str, list[_CopyEvent]] = {"offload": [], "load": []}
 
     def wait(self, event: Any) -> None:

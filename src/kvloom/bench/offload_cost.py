@@ -70,7 +70,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
     capacity = sequences * each * (1 if full else rounds + 1) + 64 * layout.slab_bytes
     host, _ = open_host(layout, capacity, False, buffer.device)
     forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
-    pages, transfers = _TimedHostPages(layout, buffer, host), TransferManager(host, ())
+    pages, transfers = _TimedHostPages(layout, buffer, host.arena), TransferManager(host, ())
     store = PageOffloader(cache, pages, transfers, forms, forms, {"through"})
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"close": [], "offload": [], "copy": []}

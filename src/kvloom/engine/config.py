@@ -271,8 +271,6 @@ class EngineConfig:
         count = self.tensor_parallel
         if count == 1:
             return
-        if self.tiers:
-            raise ValueError(refused("tensor parallel, tiers", count=count))
         if self.draft_model or self.head:
             raise ValueError(refused("tensor parallel, draft", count=count))
         if self.uses_lora:

@@ -206,7 +206,12 @@ class Engine:
         vision model store embeddings in tiers. If the model or `batch_invariant` does not allow cold pages, turn
         cold pages off and record the reason."""
         offload = open_offload(
-            self.config.tiers, self.cache, self.buffer, self._apply_copies, self.config.offload
+            self.config.tiers,
+            self.cache,
+            self.buffer,
+            self._apply_copies,
+            self.config.offload,
+            None if self.group is None else self.group.host_copies,
         )
         self.runner.pages.set_host_memory(torch.from_numpy(offload.host.arena))
         if self.vision is not None:
@@ -214,6 +219,9 @@ class Engine:
         if batch_invariant:
             offload.cold = None
             offload.cold_refusal = refused("batch_invariant, cold pages")
+        elif self.group is not None:
+            offload.cold = None
+            offload.cold_refusal = refused("tensor parallel, cold pages")
         elif runs_separately(self.model):
             offload.cold = None
             offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
@@ -595,6 +603,8 @@ class Engine:
         """
         started, clock = time.perf_counter(), self.cache.clock
         began = clock.now()
+        if self.group is not None:
+            self.group.check()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()

@@ -69,10 +69,11 @@ def check_engine(
         _check_scales(kv_dtype, kv_scales, spec)
     if spec is not None and spec.media is None:
         slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
+        if config.tensor_parallel > 1:
+            return  # A slab of a rank is smaller. The rank checks sizes when the pool is allocated.
         for host in (text for text in tiers if scheme_of(text) == "host"):
             host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
-        # A slab of one of several ranks is smaller. The rank checks it when the pool is allocated.
-        if pool_bytes is not None and config.tensor_parallel == 1 and pool_bytes < 2 * slab_bytes:
+        if pool_bytes is not None and pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"
             )

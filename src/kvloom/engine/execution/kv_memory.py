@@ -8,6 +8,7 @@ Settings that cannot work are refused before the buffer is allocated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
-from kvloom.models.sharding import ranks_of
+from kvloom.models.sharding import Ranks, ranks_of
 from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
@@ -121,10 +122,11 @@ def allocate_kv_memory(
         reserved = max(slabs, layout.slabs_in(config.max_pool_bytes))
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
+    weights = _fingerprint(model, ranks) if config.tiers or ranks is not None else ""
     name = spec.name
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
-        name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
+        name = f"{model.config.model_type} {weights}{invariant}"
         if draft is not None:  # the draft's pages are stored with the target's
             name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
@@ -142,6 +144,17 @@ def allocate_kv_memory(
         ),
     )
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
+
+
+def _fingerprint(model: Any, ranks: Ranks | None) -> str:
+    """Return the fingerprint of a model. If the model is the part of a rank, return a fingerprint of all parts. Every
+    rank must then call this function."""
+    own = model_fingerprint(model)
+    if ranks is None:
+        return own
+    values = torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8, device=ranks.device)
+    parts = bytes(ranks.gather(values).flatten().tolist())
+    return blake2b(parts, digest_size=16, person=b"kvloom.ranks").hexdigest()
 
 
 def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:

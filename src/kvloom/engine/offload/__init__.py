@@ -46,7 +46,7 @@ from kvloom.engine.config import OffloadConfig
 
 from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
 from .decision import Action, Decision
-from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
+from .host_pages import Event, HostPages, Ids, LoadEvent, RankCopies, form_of, open_host, pin_memory
 from .load_job import LoadJob, Phase, PoolCopy
 from .load_or_recompute import Estimates, LoadOrRecompute, Progress
 from .manager import OffloadManager
@@ -76,10 +76,12 @@ __all__ = [
     "Phase",
     "PoolCopy",
     "Progress",
+    "RankCopies",
     "SessionHistory",
     "TimeModel",
     "form_of",
     "open_host",
     "open_offload",
     "opened_tiers",
+    "pin_memory",
 ]

@@ -5,14 +5,22 @@
 The arena is the memory of the host tier. On a GPU it is pinned, and copies run on separate streams. On a CPU a
 copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
 hashes or requests.
+
+With tensor parallelism the arena is shared memory. A page in it has the parts of all ranks side by side, and each
+rank copies its own part. Tiers therefore store whole pages, and only rank 0 uses them:
+
+    pool of rank 0: page 7 ──> |  rank 0  |  rank 1  | <── pool of rank 1: page 7
+                               one page in the arena
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,28 +32,42 @@ from kvloom.kernels.copy import Copier, FinishedEvent
 from kvloom.tiers import Form, HostConfig, HostTier, PageFields, PageValues, UnitForm, ValueForm
 from kvloom.tiers.host import SharedMemory, copy_pages
 
-__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms", "value_forms"]
+__all__ = [
+    "Event",
+    "HostPages",
+    "Ids",
+    "LoadEvent",
+    "RankCopies",
+    "RankEvent",
+    "form_of",
+    "open_host",
+    "pin_memory",
+    "unit_forms",
+    "value_forms",
+]
 
-Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
+_POLL_SECONDS = 0.0005
 _MIN_CHECKED_BYTES = 32 * 1024
 """If a page has fewer bytes than this per layer, all its layers share one checksum, because a checksum per layer
 would cost too much."""
 
 
-def form_of(group: PageGroup, run: int) -> Form:
+def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
     """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
-    is the number of the page. Pages of equal size with different layouts have different forms.
+    is the number of the page. A page has the parts of all `ranks`. Pages of equal size with different layouts, or of
+    another number of ranks, have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
+    page_bytes = group.page_stride * ranks
     return Form(
         dtype="+".join(dict.fromkeys(f.dtype for f in group.spec.fields)),
-        order="LFHTD",
-        page_bytes=group.page_stride,
-        run_bytes=group.page_stride if single else group.layer_bytes,
-        shard=f"run {run} of {group.runs}",
+        order="LFHTD" if ranks == 1 else "RLFHTD",
+        page_bytes=page_bytes,
+        run_bytes=page_bytes if single else group.layer_bytes,
+        shard=f"run {run} of {group.runs}" + (f", {ranks} ranks" if ranks > 1 else ""),
         layout=_layout_text(group, run, fields),
     )
 
@@ -55,33 +77,35 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
     return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {layers}: {fields}"
 
 
-def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
+def unit_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, UnitForm]:
     """Return a mapping: form (byte layout) of a page in the pool → form of its units. Tiers store each page as
     units.
 
     A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
-    tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if `layout`
-    already has blocks of HASH_TOKENS tokens.
+    tokens. Omits a group if its blocks own another number of pages in that layout, or if there is padding between
+    the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS tokens.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     units = PoolLayout.build(layers, HASH_TOKENS)
     return {
-        form_of(group, run): UnitForm(form_of(unit, run), _page_fields(unit), _page_fields(group))
+        form_of(group, run, ranks): UnitForm(
+            form_of(unit, run, ranks), _page_fields(unit, ranks), _page_fields(group, ranks)
+        )
         for group, unit in zip(layout.groups, units.groups, strict=True)
         for run in range(group.runs)
-        if group.runs == unit.runs
+        if group.runs == unit.runs and not _has_gaps(group, ranks) and not _has_gaps(unit, ranks)
     }
 
 
-def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
+def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
     """Return a mapping: form (byte layout) of a page → form in which a re-encoding tier receives it. A re-encoding
     tier stores pages as int8 or fp8 values. The keys are the forms of pages in `layout`, and of their units (pages
     of HASH_TOKENS tokens).
 
     The tier receives tokens as plain float32 values, so the stored form does not depend on the KV dtype. Raises
-    ValueError for pages whose scales are not in the page.
+    ValueError for pages whose scales are not in the page, and for pages with padding between the parts of ranks.
     """
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]
@@ -89,12 +113,18 @@ def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
         layouts.append(PoolLayout.build(layers, HASH_TOKENS))
     found = {}
     for group in (group for each in layouts for group in each.groups):
-        values = PageValues(_page_fields(group))
+        if _has_gaps(group, ranks):
+            raise ValueError(f"its pages of {group.name} have padding between the parts of {ranks} ranks")
+        values = PageValues(_page_fields(group, ranks))
         for run in range(group.runs):
-            form = form_of(group, run)
+            form = form_of(group, run, ranks)
             text = form.layout if group.spec.unit == "state" else _layout_text(group, run, values.text())
             stored = replace(
-                form, order="FLTHD", page_bytes=values.bytes, run_bytes=values.bytes, layout=text
+                form,
+                order="FLTHD" if ranks == 1 else "FRLTHD",
+                page_bytes=values.bytes,
+                run_bytes=values.bytes,
+                layout=text,
             )
             if group.spec.unit == "token":
                 stored = replace(stored, dtype="fp32")
@@ -102,9 +132,15 @@ def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
     return found
 
 
-def _page_fields(group: PageGroup) -> PageFields:
+def _page_fields(group: PageGroup, ranks: int) -> PageFields:
+    """Return the fields of a page. The parts of ranks count as further layers, if there is no padding between them."""
     tokens = group.block_tokens if group.spec.unit == "token" else 0
-    return PageFields(group.spec.fields, group.run_layers, tokens, group.layer_bytes, group.page_stride)
+    layers, page_bytes = group.run_layers * ranks, group.page_stride * ranks
+    return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, page_bytes)
+
+
+def _has_gaps(group: PageGroup, ranks: int) -> bool:
+    return ranks > 1 and group.page_stride != group.page_bytes
 
 
 def open_host(
@@ -114,30 +150,42 @@ def open_host(
     device: torch.device,
     shared: bool = False,
     ttl: float = 0,
+    ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned.
-    With `shared`, other processes on this host may map the memory and read it. Returns the tier and the shared
-    memory. The shared memory is None without `shared`, or if the system does not support it.
+    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes
+    of the ranks may also write to it. Returns the tier and the shared memory. The shared memory is None without
+    `shared` on one rank, or if the system does not support it. Several ranks then raise ValueError.
     """
-    unit = host_slab_bytes(layout.slab_bytes, capacity)
+    unit = host_slab_bytes(layout.slab_bytes * ranks, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
     memory = None
-    if shared:
-        with contextlib.suppress(OSError, AttributeError):
-            memory = SharedMemory(capacity // slab * slab, read_only=True)
+    if shared or ranks > 1:
+        try:
+            memory = SharedMemory(capacity // slab * slab, read_only=ranks == 1)
+        except (OSError, AttributeError) as error:
+            if ranks > 1:
+                raise ValueError(
+                    f"tiers on {ranks} ranks need {capacity:,} bytes of shared memory, which the system does not "
+                    f"give ({error}): use a smaller host tier, or Linux"
+                ) from error
     tier = HostTier(HostConfig(capacity, slab, checked, ttl), None if memory is None else memory.buffer)
     if device.type == "cuda":
-        arena = tier.arena
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(int(arena.ctypes.data), arena.nbytes, 0)
-        if int(code):
-            raise ValueError(
-                f"the system cannot pin {capacity:,} bytes of host memory (CUDA error {int(code)}); configure a smaller host tier"
-            )
-        address = int(arena.ctypes.data)
+        pin_memory(tier.arena)
+        address = int(tier.arena.ctypes.data)
         _pinned[address] = weakref.finalize(tier, _unpin, address)  # for a tier that is never closed
         _pinned[address].atexit = False
     return tier, memory
+
+
+def pin_memory(arena: npt.NDArray[np.uint8]) -> None:
+    """Pin memory, so that a GPU can copy to and from it. Raises ValueError if the system cannot pin it."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(int(arena.ctypes.data), arena.nbytes, 0))
+    if code:
+        raise ValueError(
+            f"the system cannot pin {arena.nbytes:,} bytes of host memory (CUDA error {code}); configure a smaller host tier"
+        )
 
 
 _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
@@ -170,24 +218,110 @@ class LoadEvent:
         return first.start.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
 
 
-class HostPages:
-    """Runs copies between one pool and one host tier."""
+class RankCopies(Protocol):
+    """Repeats copies between pool and host memory on the other ranks of a tensor-parallel group."""
 
-    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
+    @property
+    def count(self) -> int:
+        """Number of ranks, with rank 0."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has stopped, so that copies may never end."""
+        ...
+
+    def share(self, memory: SharedMemory) -> None:
+        """Let all ranks map the arena, and wait until they have done so."""
+        ...
+
+    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy pages to offsets in the arena, after the steps that were sent before. Does not wait.
+        Return the number of the copy."""
+        ...
+
+    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy from offsets in the arena to pages. Otherwise like `offload`."""
+        ...
+
+    def is_done(self, number: int) -> bool:
+        """Return whether all ranks have made a copy."""
+        ...
+
+    def check(self) -> None:
+        """Raise RankError if a rank has stopped, or takes too long for a copy."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Record that rank 0 has not made a copy that the other ranks make. The group cannot continue."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvent:
+    """The end of a copy on all ranks. `own` is the event of rank 0, and `number` is the number of the copy on the other
+    ranks."""
+
+    own: torch.cuda.Event | FinishedEvent | LoadEvent
+    ranks: RankCopies
+    number: int
+
+    def query(self) -> bool:
+        return bool(self.own.query()) and self.ranks.is_done(self.number)
+
+    def synchronize(self) -> None:
+        """Wait until all ranks have copied. Raises RankError if a rank has stopped, or takes too long."""
+        self.own.synchronize()
+        while not self.ranks.is_done(self.number):
+            self.ranks.check()
+            time.sleep(_POLL_SECONDS)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make `stream` wait for the copy of rank 0. Every other rank makes its own stream wait."""
+        if not isinstance(self.own, LoadEvent):
+            self.own.wait(stream)
+
+
+Event = torch.cuda.Event | FinishedEvent | RankEvent
+
+
+class HostPages:
+    """Runs copies between one pool and the arena of one host tier. `rank` is the number of the part that the pool
+    has of every page. `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but
+    0."""
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        buffer: torch.Tensor,
+        arena: npt.NDArray[np.uint8],
+        ranks: RankCopies | None = None,
+        rank: int = 0,
+    ) -> None:
         self.buffer = buffer
-        self._arena = host.arena
+        self._arena, self._ranks, self._rank = arena, ranks, rank
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
         self._load_stream: torch.cuda.Stream | None = None
         if buffer.is_cuda:  # a higher priority than the model's kernels, like the copiers' streams
             self._load_stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
-        arena = torch.from_numpy(host.arena)
+        memory = torch.from_numpy(arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
         for stride in {group.page_stride for group in layout.groups}:
             self._copiers[stride] = Copier(buffer, stride)
-            count = arena.numel() // stride
-            self._rows[stride] = arena[: count * stride].view(count, stride)
+            count = memory.numel() // stride
+            self._rows[stride] = memory[: count * stride].view(count, stride)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks whose parts a page in the arena has. Only rank 0 knows it."""
+        return 1 if self._ranks is None else self._ranks.count
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has stopped, so that copies may never end."""
+        return self._ranks is not None and self._ranks.has_failed
 
     def close(self) -> None:
         """Unpin host memory. No copy may start afterwards."""
@@ -196,7 +330,10 @@ class HostPages:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """Make later work on the current stream wait for `event`, on the device."""
+        """Make later work on the current stream wait for `event`, on the device. Does nothing on a CPU, where the copy
+        is done, and other ranks make copies and steps in the order of rank 0."""
+        if self._pool is not None:
+            return
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
@@ -218,6 +355,36 @@ class HostPages:
         before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
         this mark did not write the pages.
         """
+        if self._ranks is None:
+            return self._offload(stride, pages, offsets, age)
+        number = self._ranks.offload(stride, pages, offsets)
+        with self._failing(self._ranks):
+            return RankEvent(self._offload(stride, pages, offsets, age), self._ranks, number)
+
+    def load(
+        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
+    ) -> LoadEvent | FinishedEvent | RankEvent:
+        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
+        if self._ranks is None:
+            return self._load(stride, pages, offsets)
+        number = self._ranks.load(stride, pages, offsets)
+        with self._failing(self._ranks):
+            return RankEvent(self._load(stride, pages, offsets), self._ranks, number)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _failing(ranks: RankCopies) -> Iterator[None]:
+        """Stop the group if a copy fails on rank 0, because the other ranks make the copy."""
+        try:
+            yield
+        except BaseException as error:
+            ranks.fail(f"a copy of pages failed on rank 0 ({type(error).__name__})")
+            raise
+
+    def _offload(
+        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int
+    ) -> torch.cuda.Event | FinishedEvent:
+        offsets = offsets + self._rank * stride
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return FinishedEvent()
@@ -226,8 +393,8 @@ class HostPages:
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
-        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
+    def _load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
+        offsets = offsets + self._rank * stride
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return FinishedEvent()

@@ -22,7 +22,7 @@ from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects
 from kvloom.tiers.transfers import FetchJob, TierLookup
 
-from .host_pages import LoadEvent
+from .host_pages import LoadEvent, RankEvent
 from .load_or_recompute import LoadOrRecompute
 
 __all__ = ["LoadChunk", "LoadJob", "LoadLookup", "Phase", "PoolCopy", "TierTransfer"]
@@ -105,14 +105,15 @@ class PoolCopy:
     loaded: np.ndarray
     """For each page of the reservation, whether it is copied: [block, column of the block table]."""
     states_loaded: bool = True
-    events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
+    events: list[LoadEvent | FinishedEvent | RankEvent] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
         return all(event.query() for event in self.events)
 
     def seconds(self, now: float) -> float:
-        """Return the seconds that the finished copies took. On a GPU the device's clock measures them."""
+        """Return the seconds that the finished copies took. On a GPU the device's clock measures them, except
+        with several ranks."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
             return now - self.started

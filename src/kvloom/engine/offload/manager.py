@@ -37,7 +37,7 @@ from kvloom.tiers.transfers import TransferManager
 from .cold_pages import ColdPages
 from .decision import Action, Decision
 from .hand_over import HandOver, needed_pages, peer_queue
-from .host_pages import HostPages
+from .host_pages import HostPages, RankCopies
 from .image_store import ImageStore
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
@@ -97,7 +97,8 @@ class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
     `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None
-    if no host tier is configured. `apply_copies` runs the pending copies inside the pool.
+    if no host tier is configured. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of
+    a tensor-parallel group.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class OffloadManager:
         config: OffloadConfig,
         unavailable: Many[tuple[str, str]] = (),
         host_server: PeerServer | None = None,
+        ranks: RankCopies | None = None,
     ) -> None:
         self.cache, self.host = cache, host
         self.stats = OffloadStats()
@@ -129,9 +131,15 @@ class OffloadManager:
         self._inflight_requests: Collection[Request] = ()
         self._inflight_until = 0.0
         self._prefill_time = TimeModel()
-        self._pages = HostPages(cache.layout, buffer, host)
+        self._pages = HostPages(cache.layout, buffer, host.arena, ranks)
         self._tiers = TierLoader(
-            cache, self.transfers, config, self._prefill_time, self.stats, self._jobs.values
+            cache,
+            self.transfers,
+            config,
+            self._prefill_time,
+            self.stats,
+            self._jobs.values,
+            self._pages.ranks,
         )
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
@@ -456,7 +464,7 @@ class OffloadManager:
 
     def close(self, timeout: float = 10.0, keep: bool = True) -> None:
         """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers. Takes at
-        most `timeout` seconds. If the device fails, the tiers are closed without the queued pages.
+        most `timeout` seconds. If the device or a rank fails, the tiers are closed without the queued pages.
         """
         deadline = time.monotonic() + timeout
         if keep:
@@ -464,7 +472,7 @@ class OffloadManager:
                 self.flush()
             except RuntimeError as error:
                 log.warning("the last pages are not offloaded, because a copy failed: %s", error)
-        while self._store.busy and time.monotonic() < deadline:
+        while self._store.busy and time.monotonic() < deadline and not self._pages.has_failed:
             time.sleep(0.001)
             self._store.poll()
         self._save_state()

@@ -32,7 +32,7 @@ from kvloom.tiers.host import HostURL, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
 from kvloom.tiers.transfers import open_required, open_tiers
 
-from .host_pages import open_host, unit_forms, value_forms
+from .host_pages import RankCopies, open_host, unit_forms, value_forms
 from .manager import OffloadManager
 
 __all__ = ["open_offload", "opened_tiers"]
@@ -69,13 +69,15 @@ def open_offload(
     buffer: torch.Tensor,
     apply_copies: Callable[[], None],
     config: OffloadConfig | None = None,
+    ranks: RankCopies | None = None,
 ) -> OffloadManager:
-    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache.
+    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache. With tensor
+    parallelism, rank 0 opens the tiers, and `ranks` are the other ranks. They map host memory.
 
     Raises ValueError for an invalid URL, and for a tier that cannot be opened. If a tier with `optional=1` cannot
     be opened, the error is only logged.
     """
-    layout, device = cache.layout, buffer.device
+    layout, device, count = cache.layout, buffer.device, 1 if ranks is None else ranks.count
     check_tiers(text for text in tiers if isinstance(text, str))
     hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
     write: str | None = None
@@ -91,40 +93,54 @@ def open_offload(
         device,
         shared=server_config is not None,
         ttl=host_text.ttl,
+        ranks=count,
     )
     tenants = (account.tenant for account in cache.inspect.accounts.values())
     shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
     if hosts:  # staging memory has no tenant shares
         host.set_shares(shares)
     try:
+        if ranks is not None:
+            assert memory is not None
+            ranks.share(memory)
+            memory = None  # other processes must not map memory that ranks write to: they use TCP
         others = [text for text in tiers if text not in hosts]
-        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout))
+        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout, count))
     except BaseException:
         host.close()
         raise
-    places = [_with_unit_pages(_with_values(place, layout), layout) for place in places]
+    places = [_with_unit_pages(_with_values(place, layout, count), layout, count) for place in places]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
-        cache, buffer, host, places, write, apply_copies, config or OffloadConfig(), unavailable, server
+        cache,
+        buffer,
+        host,
+        places,
+        write,
+        apply_copies,
+        config or OffloadConfig(),
+        unavailable,
+        server,
+        ranks,
     )
 
 
-def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
+def _with_values(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
     """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
     unchanged."""
     if not isinstance(place.tier, LossyTier):
         return place
-    return replace(place, tier=ValueTier(place.tier, value_forms(layout)))
+    return replace(place, tier=ValueTier(place.tier, value_forms(layout, ranks)))
 
 
-def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
+def _with_unit_pages(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use
     them.
 
     A peer tier also has whole pages, because the peer may have the same block size as this engine. Returns
     `place` unchanged if the pool's blocks have HASH_TOKENS tokens.
     """
-    forms = unit_forms(layout)
+    forms = unit_forms(layout, ranks)
     is_peer = "peer://" in place.tier.name
     return replace(place, tier=UnitTier(place.tier, forms, has_whole_pages=is_peer)) if forms else place
 
@@ -156,14 +172,14 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
     return server
 
 
-def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
+def _checked(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
     """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise TierError. If
     the tier re-encodes pages (`LossyTier`), also make it store recurrent states unchanged.
     """
     if isinstance(place.tier, LossyTier):
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
-            value_forms(layout)
+            value_forms(layout, ranks)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error

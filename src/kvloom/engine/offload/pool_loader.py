@@ -68,7 +68,7 @@ class PoolLoader:
         while queries := plan.next_queries():
             plan.answer([self.host.lookup(self._tiers.objects_for(query, request)) for query in queries])
         missing = plan.missing_pages() if plan.resume > match.resume else []
-        size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
+        size = sum(len(pages.hashes) * self._tiers.block_bytes(pages.group) for pages in missing)
         return plan.resume - match.resume, self.copy_time.seconds(size)
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
@@ -95,7 +95,7 @@ class PoolLoader:
                 request.tier_miss = request.tier_miss or plan.miss
             return CopyStart.NO_PAGES
         missing = plan.missing_pages()
-        size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
+        size = sum(len(pages.hashes) * self._tiers.block_bytes(pages.group) for pages in missing)
         seconds = self.copy_time.seconds(size) if self.copy_time.is_trusted else None
         if not self._tiers.is_worth_loading(request, tokens, match.length - match.resume, seconds):
             self._stats.not_worth_loading += 1

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.core import PUBLIC_TENANT, KVCache, Match, MissingPages, TierQuery
+from kvloom.core import PUBLIC_TENANT, KVCache, Match, MissingPages, PageGroup, TierQuery
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import Form, Objects
@@ -59,10 +59,15 @@ class TierLoader:
         prefill_time: TimeModel,
         stats: OffloadStats,
         jobs: Callable[[], Iterable[LoadJob]],
+        ranks: int = 1,
     ) -> None:
+        """Pages in tiers have the parts of all `ranks`."""
         self.cache, self.transfers, self.config = cache, transfers, config
         self.prefill_time, self._stats, self._jobs = prefill_time, stats, jobs
-        self.forms: Forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups}
+        self.forms: Forms = {
+            group.index: [form_of(group, run, ranks) for run in range(group.runs)]
+            for group in cache.layout.groups
+        }
         self.lossy_forms: Forms = {
             group: [replace(form, exact=False) for form in forms] for group, forms in self.forms.items()
         }
@@ -71,6 +76,10 @@ class TierLoader:
 
     def forms_of(self, request: Request) -> Forms:
         return self.lossy_forms if request.control.lossy else self.forms
+
+    def block_bytes(self, group: PageGroup) -> int:
+        """Return the bytes in tiers of all pages that a block owns in a layer group."""
+        return sum(form.page_bytes for form in self.forms[group.index])
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
         """Return the pages that `query` asks for, as objects for tiers. If a block owns several pages in the layer
@@ -212,7 +221,7 @@ class TierLoader:
                 if (tier := job.lookup.tier_of.get(key)) is not None:
                     at = b if b >= matched_blocks else blocks - 1
                     by_block.setdefault(at, []).append((number, i))
-                    sizes[tier, at] += pages.group.page_stride * pages.group.runs
+                    sizes[tier, at] += self.block_bytes(pages.group)
         transfer.bytes_from = sizes[:, ::-1].cumsum(1)[:, ::-1]
         if not by_block:
             return

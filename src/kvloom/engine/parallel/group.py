@@ -33,7 +33,19 @@ from kvloom.models.paged import Work
 from kvloom.models.sharding import RankError, Ranks, Shard
 
 from .frames import receive_frame, send_frame, send_length
-from .messages import CopyPages, Failed, FromRank, Prepare, RankStart, Ready, Started, StepWriter, ToRank
+from .host_copies import HostCopies
+from .messages import (
+    Copied,
+    CopyPages,
+    Failed,
+    FromRank,
+    Prepare,
+    RankStart,
+    Ready,
+    Started,
+    StepWriter,
+    ToRank,
+)
 from .step_channel import StepChannel, create_memory
 
 __all__ = ["RankGroup", "load_ranks"]
@@ -108,6 +120,8 @@ class RankGroup:
         """Called in another thread with the reason when a rank stops."""
         self.ranks: Ranks | None = None
         """Sums between ranks, after `connect`."""
+        self.host_copies = HostCopies(self.count, self._send, self.fail, lambda: self._failure, self._seconds)
+        """Copies between the pools of ranks and the host tier."""
         memory = create_memory()
         self._channel = StepChannel(memory, self.count)
         self._sockets: list[socket.socket] = []
@@ -186,6 +200,10 @@ class RankGroup:
         """Let all ranks capture their CUDA graphs."""
         self._send(Prepare())
 
+    def check(self) -> None:
+        """Raise RankError if a rank has stopped, or takes too long for a copy of pages."""
+        self.host_copies.check()
+
     def fail(self, reason: str) -> None:
         """Record why the group cannot continue. Every later step raises RankError."""
         self._failure = self._failure or reason
@@ -250,7 +268,7 @@ class RankGroup:
         return self._is_closing
 
     def _watch(self) -> None:
-        """Wait until a rank stops. Then end calls that wait for it."""
+        """Record finished copies until a rank stops. Then end calls that wait for it."""
         poll = select.poll()
         for link in self._sockets:
             poll.register(link, select.POLLIN | select.POLLHUP)
@@ -263,6 +281,9 @@ class RankGroup:
                 reason = f"rank {number} has stopped"
                 with suppress(OSError, EOFError, IndexError, msgspec.DecodeError):
                     message = _decoder.decode(receive_frame(self._sockets[number - 1]))
+                    if isinstance(message, Copied):
+                        self.host_copies.copied(number, message.number)
+                        continue
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
                 self.fail(reason)

@@ -1,5 +1,7 @@
 """The messages from rank 0 to the other ranks, and their answers. Arrays are sent as bytes.
 
+`ShareHost` and `CopyHost` are copies between a rank's pool and the host tier. A rank answers each with `Copied`.
+
 A `Step` has the arguments of `ModelRunner.run`, and the entries of block tables that changed since the last step of
 each sequence.
 """
@@ -17,12 +19,15 @@ from kvloom.core import CopyBatch, KVCache
 from kvloom.models.paged import Work
 
 __all__ = [
+    "Copied",
+    "CopyHost",
     "CopyPages",
     "Failed",
     "FromRank",
     "Prepare",
     "RankStart",
     "Ready",
+    "ShareHost",
     "Started",
     "Step",
     "StepReader",
@@ -66,7 +71,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_refusal: bool
 
 
-FromRank = Started | Ready | Failed
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """A rank has finished its copies up to this number, the first being 1."""
+
+    number: int
+
+
+FromRank = Started | Ready | Failed | Copied
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -106,7 +117,25 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Capture all CUDA graphs."""
 
 
-ToRank = Step | CopyPages | Prepare
+class ShareHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Map the memory of the host tier. The fields are arguments of `map_shared_memory`."""
+
+    path: str
+    token: str
+    size: int
+
+
+class CopyHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copies of pages between the pool and the host tier. `offsets` are the offsets of whole pages, with the parts of
+    all ranks."""
+
+    is_load: bool
+    page_stride: int
+    pages: bytes
+    offsets: bytes
+
+
+ToRank = Step | CopyPages | Prepare | ShareHost | CopyHost
 
 _WORK_FIELDS = (
     *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),

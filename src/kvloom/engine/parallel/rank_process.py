@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -28,11 +29,26 @@ from kvloom.models.sharding import Ranks, Shard
 from kvloom.models.specs import ModelError
 
 from .frames import receive_frame, receive_length, send_frame
-from .messages import CopyPages, Failed, FromRank, RankStart, Ready, Started, Step, StepReader, ToRank
+from .host_copies import RankHost
+from .messages import (
+    Copied,
+    CopyHost,
+    CopyPages,
+    Failed,
+    FromRank,
+    RankStart,
+    Ready,
+    ShareHost,
+    Started,
+    Step,
+    StepReader,
+    ToRank,
+)
 from .step_channel import StepChannel
 
 __all__ = ["main"]
 
+_sending = threading.Lock()
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -55,12 +71,17 @@ def main(fd: int, memory: int) -> None:
     except EOFError:
         os._exit(0)  # rank 0 is gone; nothing needs saving
     except Exception as error:  # noqa: BLE001 - rank 0 reports every error
-        is_refusal = isinstance(error, ModelError | ValueError)
-        if not is_refusal:
-            traceback.print_exc()
-        with suppress(OSError):
-            _send(link, Failed(str(error), is_refusal))
-        os._exit(1)
+        _fail(link, error)
+
+
+def _fail(link: socket.socket, error: Exception) -> None:
+    """Report an error to rank 0 and end this process."""
+    is_refusal = isinstance(error, ModelError | ValueError)
+    if not is_refusal:
+        traceback.print_exception(error)
+    with suppress(OSError):
+        _send(link, Failed(str(error), is_refusal))
+    os._exit(1)
 
 
 def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, Ranks]:
@@ -78,19 +99,28 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
 
 def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, runner: ModelRunner) -> None:
     reader = StepReader(kv.cache)
+    host = RankHost(
+        kv.layout,
+        kv.buffer,
+        rank,
+        lambda number: _send(link, Copied(number)),
+        lambda error: _fail(link, error),
+    )
     while True:
         message = _decoder.decode(channel.read(receive_length(link), rank))
         if isinstance(message, Step):
             runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
         elif isinstance(message, CopyPages):
             copy_pages(kv.buffer, message.page_stride, *message.page_ids)
+        elif isinstance(message, ShareHost | CopyHost):
+            host.run(message)
         else:
             runner.capture()
 
 
 def _send(link: socket.socket, message: FromRank) -> None:
-    body = _encoder.encode(message)
-    send_frame(link, body)
+    with _sending:
+        send_frame(link, _encoder.encode(message))
 
 
 if __name__ == "__main__":
