@@ -327,12 +327,6 @@ REFUSED = {
         "speculate draft=MODEL, mtp, eagle=FOLDER",
         "tensor_parallel {count}: a draft model or head runs on one rank only: use speculate ngram or suffix",
     ),
-    "tensor parallel, lora": Refused(
-        "engine",
-        "tensor_parallel",
-        "LoRA adapters",
-        "tensor_parallel {count}: adapters are not divided between ranks: merge the adapter into the model",
-    ),
     "tensor parallel, elastic pool": Refused(
         "engine",
         "tensor_parallel",

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvloom.engine import LLM, Engine, Request, SamplingParams
-from kvloom.engine.parallel.host_copies import HostCopies
+from kvloom.engine.parallel.host_copies import HostCopies, RankHost
+from kvloom.engine.parallel.messages import CopyHost
 from kvloom.models.sharding import RankError
 from kvloom.tiers import DiskConfig, DiskTier, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
@@ -94,9 +95,16 @@ def test_restart_loads_pages_of_all_ranks_from_disk(
 @pytest.mark.parametrize(("family", "pool_bytes"), [("llama", 24 * 4096), ("bamba", 10 * 9216)])
 @pytest.mark.few(1)
 def test_pages_evicted_to_host_memory_are_loaded_on_all_ranks(
-    family: str, pool_bytes: int, write: str
+    family: str, pool_bytes: int, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool of few pages preempts and evicts, while copies of other ranks are still running."""
+    """A pool of few pages preempts and evicts, while the slow copies of another rank are still running."""
+    copy = RankHost._copy
+
+    def slow(host: RankHost, message: CopyHost) -> Any:
+        time.sleep(0.002)
+        return copy(host, message)
+
+    monkeypatch.setattr(RankHost, "_copy", slow)
     roots = drawn(family, 60, 50, 40)
     prompts = [[*root, *tail] for tail in drawn((family, 1), 3, 9, 20, 31) for root in roots]
     wanted = expected(made(family), prompts, 8)

@@ -149,7 +149,6 @@ def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
     ("settings", "reason"),
     [
         ({"speculate": "draft=x"}, "runs on one rank only"),
-        ({"max_loras": 1}, "adapters are not divided"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "stored for whole layers"),
         ({"batch_invariant": True}, "order of sums"),

@@ -14,12 +14,24 @@ import torch
 
 from kvloom.core import CopyBatch, KVCache
 from kvloom.engine import Engine, EngineConfig
+from kvloom.engine.adapter_table import open_adapters
 from kvloom.engine.execution import ModelRunner, allocate_kv_memory
 from kvloom.engine.parallel.host_copies import HostCopies, RankHost
-from kvloom.engine.parallel.messages import CopyHost, CopyPages, ShareHost, Step, StepReader, StepWriter
+from kvloom.engine.parallel.messages import (
+    CopyHost,
+    CopyPages,
+    LoadAdapter,
+    ShareHost,
+    Step,
+    StepReader,
+    StepWriter,
+    ToRank,
+)
+from kvloom.engine.parallel.rank_adapters import RankAdapters, adapter_messages
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import shard_model
+from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
 from kvloom.models.sharding import Ranks, Shard
 
@@ -58,8 +70,10 @@ class ThreadRanks:
     def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
         try:
             model, config = self.part(rank), with_step_sizes(self._config, False)
-            memory = allocate_kv_memory(model, config)
-            runner = self.runners[rank] = target_runner(model, memory, config)
+            table = open_adapters(model, config)
+            slots = None if table is None else table.slots
+            memory, adapters = allocate_kv_memory(model, config, lora=slots), RankAdapters(slots)
+            runner = self.runners[rank] = target_runner(model, memory, config, slots)
             reader = StepReader(memory.cache)
             self.pools[rank] = memory.buffer
             host = RankHost(
@@ -70,12 +84,14 @@ class ThreadRanks:
                 self.errors.append,
             )
             while (data := queue.get()) is not None:
-                message = msgspec.msgpack.decode(data, type=Step | CopyPages | ShareHost | CopyHost)
+                message = msgspec.msgpack.decode(data, type=ToRank)
                 if isinstance(message, Step):
                     runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
                 elif isinstance(message, ShareHost | CopyHost):
                     host.run(message)
-                else:
+                elif isinstance(message, LoadAdapter):
+                    adapters.run(message)
+                elif isinstance(message, CopyPages):
                     source, target = message.page_ids
                     copy_pages(memory.buffer, message.page_stride, source, target)
         except Exception as error:  # noqa: BLE001
@@ -90,6 +106,10 @@ class ThreadRanks:
 
     def copy(self, copies: CopyBatch) -> None:
         self._send(CopyPages.of(copies))
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        for message in adapter_messages(slot, adapter):
+            self._send(message)
 
     def capture(self) -> None:
         raise AssertionError("graphs are for GPUs")

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ import numpy.typing as npt
 from kvloom.core import Media, activation_mark
 from kvloom.models.lora import AdapterError, AdapterSlots, LoraAdapter, read_adapter
 
-__all__ = ["AdapterTable", "LoadedAdapter"]
+from .config import EngineConfig
+
+__all__ = ["AdapterMirror", "AdapterTable", "LoadedAdapter", "open_adapters"]
 
 DEFAULT_RANK = 16
 """Rank of the slots if no adapter is known when the engine starts."""
@@ -54,21 +56,45 @@ class LoadedAdapter:
         return activation_mark(prompt, self.adapter.invocation_tokens, self.digest)
 
 
+class AdapterMirror(Protocol):
+    """Repeats loads of adapters on the other ranks of a tensor-parallel group."""
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Let the other ranks load an adapter into a slot, before the next step. Does not wait."""
+
+
+def open_adapters(
+    model: Any, config: EngineConfig, mirror: AdapterMirror | None = None
+) -> AdapterTable | None:
+    """Read the configured adapters, and return their table. None if the engine has no adapters. See `AdapterTable`."""
+    if not config.uses_lora:
+        return None
+    limits = config.max_loras, config.max_lora_rank, config.lora_targets
+    return AdapterTable(model, config.adapters, *limits, mirror)
+
+
 class AdapterTable:
     """The adapters of one engine, by name. Up to `slots` adapters run at the same time. Not thread-safe."""
 
     def __init__(
-        self, model: Any, given: Mapping[str, str], slots: int, rank: int | None, targets: Sequence[str]
+        self,
+        model: Any,
+        given: Mapping[str, str],
+        slots: int,
+        rank: int | None,
+        targets: Sequence[str],
+        mirror: AdapterMirror | None = None,
     ) -> None:
         """Read the `given` adapters (folders by name), and prepare `slots` slots for adapters of up to rank `rank`.
         `slots` 0 means one slot for each given adapter. `rank` None means the largest rank of the given adapters.
-        `targets` are names of linear layers, as in `AdapterSlots`. Raises AdapterError for an adapter that cannot be
+        `targets` are names of linear layers, as in `AdapterSlots`. `mirror` are the other ranks. Raises AdapterError for an adapter that cannot be
         read. Call `check_all` after the model's first step, because only this step shows which layers adapters can
         change."""
         read = {name: read_adapter(path) for name, path in given.items()}
         if rank is None:
             rank = max((one.rank for one in read.values()), default=DEFAULT_RANK)
         self.slots = AdapterSlots(model, slots or len(read), rank, targets)
+        self._mirror = mirror
         self.names: dict[str, LoadedAdapter] = {}
         """The adapters that new requests may use."""
         self._resident: OrderedDict[str, int] = (
@@ -145,6 +171,8 @@ class AdapterTable:
         slot = self._resident.get(adapter.digest)
         if slot is None:
             slot = self._free_slot(in_use)
+            if self._mirror is not None:
+                self._mirror.load_adapter(slot, adapter.adapter)
             self.slots.load(slot, adapter.adapter)
             self._resident[adapter.digest] = slot
         self._resident.move_to_end(adapter.digest)

@@ -273,8 +273,6 @@ class EngineConfig:
             return
         if self.draft_model or self.head:
             raise ValueError(refused("tensor parallel, draft", count=count))
-        if self.uses_lora:
-            raise ValueError(refused("tensor parallel, lora", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("tensor parallel, elastic pool", count=count))
         if self.kv_scales != "dynamic":

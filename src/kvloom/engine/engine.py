@@ -35,7 +35,7 @@ from kvloom.models.paged import (
 )
 from kvloom.models.vision import Vision
 
-from .adapter_table import AdapterTable, LoadedAdapter
+from .adapter_table import LoadedAdapter, open_adapters
 from .config import EngineConfig, Role
 from .encoding import RemoteEncoders
 from .execution import (
@@ -132,12 +132,8 @@ class Engine:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
         # Before the weights are fused.
         image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
-        self.adapters: AdapterTable | None = None
+        self.adapters = open_adapters(model, config, group)
         """The LoRA adapters. None if they are not configured."""
-        if config.uses_lora:
-            self.adapters = AdapterTable(
-                model, config.adapters, config.max_loras, config.max_lora_rank, config.lora_targets
-            )
         slots = None if self.adapters is None else self.adapters.slots
         memory = allocate_kv_memory(model, config, draft, slots)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache

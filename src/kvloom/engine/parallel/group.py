@@ -29,6 +29,7 @@ from kvloom.core import CopyBatch, KVCache
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.execution import ModelRunner
 from kvloom.models.loading import LoadFormat, load
+from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
 from kvloom.models.sharding import RankError, Ranks, Shard
 
@@ -46,6 +47,7 @@ from .messages import (
     StepWriter,
     ToRank,
 )
+from .rank_adapters import adapter_messages
 from .step_channel import StepChannel, create_memory
 
 __all__ = ["RankGroup", "load_ranks"]
@@ -53,6 +55,7 @@ __all__ = ["RankGroup", "load_ranks"]
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "rank_seconds", "block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
+    *("lora", "max_loras", "max_lora_rank", "lora_targets"),
 )
 """Settings that every rank must know."""
 START_SECONDS = 1800.0
@@ -195,6 +198,11 @@ class RankGroup:
     def copy(self, copies: CopyBatch) -> None:
         """Let all ranks copy pages inside their pools."""
         self._send(CopyPages.of(copies))
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Let all ranks load their parts of a LoRA adapter into a slot, before the next step."""
+        for message in adapter_messages(slot, adapter):
+            self._send(message)
 
     def capture(self) -> None:
         """Let all ranks capture their CUDA graphs."""

@@ -3,7 +3,7 @@
 `ShareHost` and `CopyHost` are copies between a rank's pool and the host tier. A rank answers each with `Copied`.
 
 A `Step` has the arguments of `ModelRunner.run`, and the entries of block tables that changed since the last step of
-each sequence.
+each sequence. `LoadAdapter` has weights of a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "CopyPages",
     "Failed",
     "FromRank",
+    "LoadAdapter",
     "Prepare",
     "RankStart",
     "Ready",
@@ -135,14 +136,24 @@ class CopyHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
     offsets: bytes
 
 
-ToRank = Step | CopyPages | Prepare | ShareHost | CopyHost
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Some weights of a LoRA adapter in safetensors' format. After the last message of the adapter (`is_last`), a rank
+    copies its part of them to the slot."""
+
+    slot: int
+    tensors: bytes
+    is_last: bool
+
+
+ToRank = Step | CopyPages | Prepare | ShareHost | CopyHost | LoadAdapter
 
 _WORK_FIELDS = (
     *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),
-    *("length", "blocks", "state_length", "first"),
+    *("length", "blocks", "state_length", "first", "adapter", "active_from"),
 )
 """Numbers of a work: the row of its sequence, a number that differs for each sequence, the number of tokens, and
-fields of `Work`. Then the sequence's entries in the block tables, and the first block whose page ids follow."""
+fields of `Work`. Then the sequence's entries in the block tables, and the first block whose page ids follow. Then more
+fields of `Work`."""
 
 
 class StepWriter:
@@ -174,6 +185,7 @@ class StepWriter:
                 blocks,
                 tables.state_length[rows],
                 first,
+                np.array([(work.adapter, work.active_from) for work in works], np.int64),
             )
         )
         changed = [
@@ -244,7 +256,21 @@ class StepReader:
         tables.mark_each_changed(rows, first)
         tokens, works, at = np.frombuffer(step.tokens, np.int64), [], 0
         for i, line in enumerate(lines.tolist()):
-            row, serial, count, source, replayed, drafts, rewrites, skipped, length, _, state_length, _ = line
+            (
+                row,
+                serial,
+                count,
+                source,
+                replayed,
+                drafts,
+                rewrites,
+                skipped,
+                length,
+                _,
+                state_length,
+                _,
+                *lora,
+            ) = line
             sequence: Any = RankSequence(row, serial, length, state_length)
             parents = step.parents[i] if step.parents else ()
             works.append(
@@ -258,6 +284,7 @@ class StepReader:
                     bool(rewrites),
                     skipped,
                     parents,
+                    *lora,
                 )
             )
             at += count

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from kvloom.engine.adapter_table import open_adapters
 from kvloom.engine.config import engine_config
 from kvloom.engine.execution import KVMemory, ModelRunner, allocate_kv_memory, use_threads
 from kvloom.engine.target_runner import target_runner, with_step_sizes
@@ -36,6 +37,7 @@ from .messages import (
     CopyPages,
     Failed,
     FromRank,
+    LoadAdapter,
     RankStart,
     Ready,
     ShareHost,
@@ -44,6 +46,7 @@ from .messages import (
     StepReader,
     ToRank,
 )
+from .rank_adapters import RankAdapters
 from .step_channel import StepChannel
 
 __all__ = ["main"]
@@ -60,14 +63,14 @@ def main(fd: int, memory: int) -> None:
     link = socket.socket(fileno=fd)
     start = msgspec.msgpack.decode(receive_frame(link), type=RankStart)
     try:
-        kv, runner, ranks = _load(link, start)
+        kv, runner, adapters, ranks = _load(link, start)
         channel = StepChannel(memory, start.count)
         os.close(memory)
         gc.collect()
         gc.freeze()
         _send(link, Ready(str(kv.layout.table()), kv.cache.usable_slabs))
         ranks.limit(float(start.settings["rank_seconds"]))
-        _serve(link, channel, start.rank, kv, runner)
+        _serve(link, channel, start.rank, kv, runner, adapters)
     except EOFError:
         os._exit(0)  # rank 0 is gone; nothing needs saving
     except Exception as error:  # noqa: BLE001 - rank 0 reports every error
@@ -84,7 +87,7 @@ def _fail(link: socket.socket, error: Exception) -> None:
     os._exit(1)
 
 
-def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, Ranks]:
+def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, RankAdapters, Ranks]:
     device = torch.device(start.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -93,11 +96,20 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
     _send(link, Started())
     ranks = Ranks(Shard(start.rank, start.count), Path(start.meeting), device)
     model, _ = load(start.model, start.dtype, device, start.load_format, ranks=ranks)  # type: ignore[arg-type]
-    kv = allocate_kv_memory(model, config)
-    return kv, target_runner(model, kv, config), ranks
+    table = open_adapters(model, config)
+    slots = None if table is None else table.slots
+    kv = allocate_kv_memory(model, config, lora=slots)
+    return kv, target_runner(model, kv, config, slots), RankAdapters(slots), ranks
 
 
-def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, runner: ModelRunner) -> None:
+def _serve(
+    link: socket.socket,
+    channel: StepChannel,
+    rank: int,
+    kv: KVMemory,
+    runner: ModelRunner,
+    adapters: RankAdapters,
+) -> None:
     reader = StepReader(kv.cache)
     host = RankHost(
         kv.layout,
@@ -114,6 +126,8 @@ def _serve(link: socket.socket, channel: StepChannel, rank: int, kv: KVMemory, r
             copy_pages(kv.buffer, message.page_stride, *message.page_ids)
         elif isinstance(message, ShareHost | CopyHost):
             host.run(message)
+        elif isinstance(message, LoadAdapter):
+            adapters.run(message)
         else:
             runner.capture()
 

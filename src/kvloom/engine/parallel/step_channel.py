@@ -19,7 +19,7 @@ import numpy as np
 __all__ = ["StepChannel", "create_memory"]
 
 SLOTS = 4
-SLOT_BYTES = 64 << 20
+SLOT_BYTES = 256 << 20
 """Largest message. Memory that no message has used takes no space."""
 HEADER_BYTES = 4096
 SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES

@@ -86,12 +86,13 @@ def registered(layer: Any) -> Product | None:
 
 def product_of(layer: nn.Linear) -> Product:
     """Return the product that computes a linear layer. If the layer is not fused, its forward is replaced by a new
-    product."""
+    product. A layer whose outputs are summed over ranks keeps its forward, which calls the product."""
     found = registered(layer)
     if found is not None:
         return found
     product = Product(layer).register()
-    layer.forward = product  # type: ignore[method-assign, assignment]
+    if type(layer) is nn.Linear:
+        layer.forward = product  # type: ignore[method-assign, assignment]
     return product
 
 

@@ -6,7 +6,7 @@
 | adapter_slots | stacked weights of the adapters on the device, as terms of linear layers |
 """
 
-from .adapter_files import AdapterError, LoraAdapter, read_adapter
+from .adapter_files import AdapterError, LoraAdapter, LowRankPair, read_adapter
 from .adapter_slots import AdapterSlots
 
-__all__ = ["AdapterError", "AdapterSlots", "LoraAdapter", "read_adapter"]
+__all__ = ["AdapterError", "AdapterSlots", "LoraAdapter", "LowRankPair", "read_adapter"]

@@ -5,6 +5,10 @@
 
 The buffers are allocated once, so that CUDA graphs stay valid when adapters are loaded and removed. A step without
 adapters computes no terms. This module does not decide which adapter has a slot.
+
+With tensor parallelism a rank has the part of each adapter that belongs to its part of the layer: rows of B if the
+outputs of the layer are cut, columns of A if its inputs are cut. In the second case, the sum over ranks includes the
+terms.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from kvloom.combinations import refused
 from kvloom.kernels.lora import MIN_RANK, AdapterRows, LowRankWeights, add_low_rank
 from kvloom.models.fusion import Product, product_of
 from kvloom.models.paged import is_dense, keeps_latents
+from kvloom.models.sharding import LayerCut, cut_of, is_summed
 
 from .adapter_files import AdapterError, LoraAdapter, LowRankPair
 
@@ -154,20 +159,21 @@ class AdapterSlots:
             term.weights.load(slot, part, pair.a, pair.b)
 
     def _pairs(self, adapter: LoraAdapter) -> dict[str, LowRankPair]:
-        """Return the weights of an adapter by the name of the layer in this model. Raises AdapterError if a layer is
-        missing or has another shape."""
+        """Return the weights of an adapter by the name of the layer in this model. If the layer is cut, return the part
+        of this rank. Raises AdapterError if a layer is missing or has another shape."""
         found = {}
         for given, pair in adapter.pairs.items():
             name = self._name_of(given, adapter)
             if name in found:
                 raise AdapterError(f"adapter {adapter.path}: two of its layers have the name {name}")
             layer, shapes = self._layers[name], (pair.a.shape[1], pair.b.shape[0])
-            if shapes != (layer.in_features, layer.out_features):
+            cut = cut_of(layer) or LayerCut(layer.in_features, layer.out_features, [], [])
+            if shapes != (cut.inputs, cut.outputs):
                 raise AdapterError(
                     f"adapter {adapter.path}: layer {given} has {shapes[0]} inputs and {shapes[1]} outputs, and the "
-                    f"model's layer has {layer.in_features} and {layer.out_features}: it was trained on another model"
+                    f"model's layer has {cut.inputs} and {cut.outputs}: it was trained on another model"
                 )
-            found[name] = pair
+            found[name] = LowRankPair(cut.of_inputs(pair.a), cut.of_outputs(pair.b))
         return found
 
     def _name_of(self, given: str, adapter: LoraAdapter) -> str:
@@ -206,7 +212,7 @@ def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             if layer is output or not hasattr(layer, "in_features"):
                 continue
             full = _short(f"{owner_name}.{name}".removeprefix("."))
-            if not is_dense(layer):
+            if not is_dense(layer) and not is_summed(layer):
                 refusals[full] = refused("lora, quantised weights", layer=full)
             elif name == "kv_b_proj" and keeps_latents(owner):
                 refusals[full] = refused("lora, kv_b_proj", layer=full)

@@ -13,19 +13,22 @@ A rank's model is an ordinary Hugging Face model with fewer heads and narrower l
 fusions therefore need no changes.
 """
 
-from .collectives import install_collectives, ranks_of
+from .collectives import LayerCut, cut_of, install_collectives, is_summed, ranks_of
 from .cuts import Cuts, find_cuts
 from .ranks import RankError, Ranks, Shard
 from .shard_config import check_pages, shard_config
 
 __all__ = [
     "Cuts",
+    "LayerCut",
     "RankError",
     "Ranks",
     "Shard",
     "check_pages",
+    "cut_of",
     "find_cuts",
     "install_collectives",
+    "is_summed",
     "ranks_of",
     "shard_config",
 ]

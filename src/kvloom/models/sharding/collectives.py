@@ -15,16 +15,45 @@ Biases that are added to a sum are zero on every rank but 0 (`cuts`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .cuts import Cuts
+from .cuts import Cuts, Range, cut_axis
 from .ranks import Ranks
 
-__all__ = ["install_collectives", "ranks_of"]
+__all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of"]
+
+
+class LayerCut(NamedTuple):
+    """How a linear layer is cut: the numbers of inputs and outputs of the whole layer, and the ranges of them that
+    the rank has. No ranges mean all of them."""
+
+    inputs: int
+    outputs: int
+    input_ranges: list[Range]
+    output_ranges: list[Range]
+
+    def of_inputs(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the columns of a matrix [n, inputs] that belong to the rank."""
+        return cut_axis(weight, 1, self.input_ranges)
+
+    def of_outputs(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a matrix [outputs, n] that belong to the rank."""
+        return cut_axis(weight, 0, self.output_ranges)
+
+
+def cut_of(layer: Any) -> LayerCut | None:
+    """Return how a linear layer is cut. None for a whole layer."""
+    found: LayerCut | None = vars(layer).get("cut")
+    return found
+
+
+def is_summed(layer: Any) -> bool:
+    """Return whether the outputs of a linear layer are summed over ranks."""
+    return isinstance(layer, _SummedLinear)
 
 
 def ranks_of(model: Any) -> Ranks | None:
@@ -37,6 +66,10 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
     """Put sums and gathers into a loaded `model`. `whole` is the model without cuts, on the meta device. Every rank
     must call this function."""
     for name, module in list(model.named_modules()):
+        if (axes := cuts.ranges.get(f"{name}.weight")) and _is_linear(module):
+            every = whole.get_submodule(name)
+            cut = LayerCut(every.in_features, every.out_features, axes.get(1, []), axes.get(0, []))
+            vars(module)["cut"] = cut
         if type(module) is nn.Linear and 1 in cuts.axes(f"{name}.weight"):
             module.__class__ = _SummedLinear
             vars(module)["ranks"] = ranks
@@ -57,12 +90,15 @@ def _is_experts(module: Any) -> bool:
 
 
 class _SummedLinear(nn.Linear):
-    """A linear layer with a part of its inputs. The outputs of all ranks are summed."""
+    """A linear layer with a part of its inputs. The outputs of all ranks are summed. If the layer has a `Product`, which
+    LoRA adapters add terms to, the results of the products are summed."""
 
     ranks: Ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.sum(functional.linear(x, self.weight, self.bias))
+        product = vars(self).get("product")
+        out = functional.linear(x, self.weight, self.bias) if product is None else product(x)
+        return self.ranks.sum(out)
 
 
 def _spans_ranks(own: Any, whole: Any) -> bool:

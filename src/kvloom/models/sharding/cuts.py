@@ -21,7 +21,7 @@ from kvloom.models.specs import ModelError
 
 from .ranks import Shard
 
-__all__ = ["Cuts", "find_cuts"]
+__all__ = ["Cuts", "Range", "cut_axis", "find_cuts"]
 
 Range = tuple[int, int]
 COMPUTED = ("mup_vector", "layernorm.weight")
@@ -43,12 +43,19 @@ class Cuts:
             return torch.zeros_like(whole)
         found = whole
         for axis, ranges in self.ranges.get(name, {}).items():
-            found = torch.cat([found.narrow(axis, begin, end - begin) for begin, end in ranges], axis)
+            found = cut_axis(found, axis, ranges)
         return found.contiguous()
 
     def axes(self, name: str) -> tuple[int, ...]:
         """Return the axes on which a weight is cut."""
         return tuple(self.ranges.get(name, ()))
+
+
+def cut_axis(whole: torch.Tensor, axis: int, ranges: list[Range]) -> torch.Tensor:
+    """Return the ranges of an axis, one after the other. Without ranges, return the whole tensor."""
+    if not ranges:
+        return whole
+    return torch.cat([whole.narrow(axis, begin, end - begin) for begin, end in ranges], axis)
 
 
 def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
