@@ -10,13 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.engine.parallel.messages import StepWriter
 from kvloom.models.loading import loader
+from kvloom.models.paged import Work
 from kvloom.models.sharding import RankError, Shard, find_cuts, shard_config
 from kvloom.models.specs import ModelError
+from tests.engine.test_offload import PATIENT
 from tests.engine.thread_ranks import parallel_engine
 from tests.engines import make_engine
 from tests.models.tiny_families import config_of
@@ -90,6 +94,47 @@ def test_settings_give_the_tokens_of_one_rank(family: str, settings: dict[str, A
         assert generate(engine, prompts) == wanted
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("tiers", [[], ["host:4MiB", "disk"]], ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_draft_model_on_rank_0_gives_the_tokens_of_one_rank(
+    family: str, ahead: bool, tiers: list[str], tmp_path: Path
+) -> None:
+    """The draft is the target itself, or another model. A second engine loads the pages of both models from disk."""
+    model, prompts = made(family), prompts_of(5, (40, 33, 50))
+    wanted = expected(model, prompts)
+    made("llama").save_pretrained(tmp_path / "draft")
+    settings: dict[str, Any] = {"speculate": f"draft={tmp_path / 'draft'}", "draft_tokens": 3, "ahead": ahead}
+    if tiers:
+        settings |= {"tiers": [tiers[0], f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
+    for round_ in range(2):
+        with ranks(model, 2, **settings) as engine:
+            requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+            engine.run()
+            assert [request.tokens for request in requests] == wanted
+            if tiers and round_:
+                assert sum(request.cached_tokens or 0 for request in requests) > 0
+            if family == "llama":  # with wrong pages from disk, the draft model would guess wrongly
+                assert all(request.accepted_tokens == request.draft_tokens > 0 for request in requests)
+
+
+def test_blocks_that_change_before_a_step_of_the_draft_model_are_sent() -> None:
+    """On a GPU a step of the draft model clears the record of changed blocks."""
+    cache = make_engine(made("llama"), POOL).cache
+    writer = StepWriter(cache, keeps_changes=True)
+    tokens = np.arange(3, 43)
+    sequence = cache.open(cache.match(tokens))
+    assert not sequence.extend(40)
+    works = [Work(sequence, tokens)]
+    pages = np.ascontiguousarray(cache.block_tables.tables[:, sequence.row, :3]).tobytes()
+    writer.note_changes(works)
+    cache.block_tables.take_changed(np.array([sequence.row]))  # as in the step of the draft model
+    assert writer.write(works, None, (), ()).tables == pages
+    cache.block_tables.take_changed(np.array([sequence.row]))  # as in the step of the target
+    assert not writer.write(works, None, (), ()).tables
+
+
 def test_hits_forks_and_preemption_give_the_tokens_of_one_rank() -> None:
     """A pool of few pages preempts; samples fork the prompt; a second round hits the prefix cache."""
     model = made("llama")
@@ -148,7 +193,8 @@ def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculate": "draft=x"}, "runs on one rank only"),
+        ({"speculate": "mtp"}, "output matrix, which is divided"),
+        ({"speculate": "eagle=x"}, "output matrix, which is divided"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "stored for whole layers"),
         ({"batch_invariant": True}, "order of sums"),

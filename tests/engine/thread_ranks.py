@@ -16,6 +16,7 @@ from kvloom.core import CopyBatch, KVCache
 from kvloom.engine import Engine, EngineConfig
 from kvloom.engine.adapter_table import open_adapters
 from kvloom.engine.execution import ModelRunner, allocate_kv_memory
+from kvloom.engine.parallel.group import DraftMirror
 from kvloom.engine.parallel.host_copies import HostCopies, RankHost
 from kvloom.engine.parallel.messages import (
     CopyHost,
@@ -99,6 +100,10 @@ class ThreadRanks:
 
     def attach(self, cache: KVCache, runner: ModelRunner) -> None:
         self._writer, runner.mirror = StepWriter(cache, runner.stage.is_mirrored), self
+
+    def attach_draft(self, runner: ModelRunner) -> None:
+        assert self._writer is not None
+        runner.mirror = DraftMirror(self._writer)
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
         assert self._writer is not None

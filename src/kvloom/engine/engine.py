@@ -289,6 +289,8 @@ class Engine:
             target=self.runner,
             draft_length=draft_length,
         )
+        if self.group is not None:
+            self.group.attach_draft(runner)
         return DraftModelProposer(runner, *beside, sampled, complete)
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:

@@ -19,11 +19,11 @@ from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.fusion import fuse
 from kvloom.models.heads import Head
-from kvloom.models.loading import model_fingerprint
+from kvloom.models.loading import model_fingerprint, transformers_config
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
 from kvloom.models.sharding import Ranks, ranks_of
-from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
+from kvloom.models.specs import ModelSpec, folder_of, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
 from .memory_budget import MemoryBudget, measure_budget
@@ -63,7 +63,7 @@ def allocate_kv_memory(
     model: Any, config: EngineConfig, draft: Any = None, lora: AdapterSlots | None = None
 ) -> KVMemory:
     """Allocate the pool of a model on its device, and make the model's attention read pages. A `draft` model or
-    head shares the pool. The slots of adapters (`lora`) are allocated first.
+    head shares the pool. Only rank 0 has the draft model, but the pools of all ranks have its pages. The slots of adapters (`lora`) are allocated first.
 
     In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
     measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
@@ -81,6 +81,12 @@ def allocate_kv_memory(
     if draft is not None:
         spec = _with_draft(spec, draft, config)
         install(draft, spec.max_context)
+    elif (
+        config.draft_model
+    ):  # on every rank but 0: page ids must be valid, but the draft model runs on rank 0
+        spec = with_draft(
+            spec, _draft_spec(transformers_config(folder_of(config.draft_model)), weight.dtype, config)
+        )
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     layout = PoolLayout.build(spec.layers, config.block_tokens, step)
@@ -162,10 +168,7 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
     draft model that cannot share the pool.
     """
     weight = next(draft.parameters())
-    every, _ = kv_dtypes(config.kv_dtype)
-    beside = model_spec(
-        {**draft.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")}, kv_dtype=every
-    )
+    beside = _draft_spec(draft.config, weight.dtype, config)
     if any(layer.unit == "state" for layer in beside.layers.values()):
         raise ValueError(refused("draft model, states", name=beside.name))
     if spec.media is not None or beside.media is not None:
@@ -173,6 +176,12 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
     if isinstance(draft, Head):
         return with_draft(spec, beside, hidden_states_field(draft.state_size, weight.dtype))
     return with_draft(spec, beside)
+
+
+def _draft_spec(draft_config: Any, dtype: torch.dtype, config: EngineConfig) -> ModelSpec:
+    every, _ = kv_dtypes(config.kv_dtype)
+    fields = {**draft_config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    return model_spec(fields, kv_dtype=every)
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:

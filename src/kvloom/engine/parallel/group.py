@@ -50,7 +50,7 @@ from .messages import (
 from .rank_adapters import adapter_messages
 from .step_channel import StepChannel, create_memory
 
-__all__ = ["RankGroup", "load_ranks"]
+__all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "rank_seconds", "block_tokens", "checkpoint_every"),
@@ -92,6 +92,19 @@ def load_ranks(
     except BaseException:
         group.close()
         raise
+
+
+class DraftMirror:
+    """Watches the steps of a draft model. The other ranks do not repeat them."""
+
+    def __init__(self, writer: StepWriter) -> None:
+        self._writer = writer
+
+    def run(self, works: Many[Work], *_: object) -> None:
+        self._writer.note_changes(works)
+
+    def capture(self) -> None:
+        pass
 
 
 class RankGroup:
@@ -189,6 +202,11 @@ class RankGroup:
         self._runner = runner
         runner.mirror = self
         threading.Thread(target=self._watch, name="kvloom-ranks", daemon=True).start()
+
+    def attach_draft(self, runner: ModelRunner) -> None:
+        """Prepare for steps of a draft model, which only rank 0 runs."""
+        assert self._writer is not None
+        runner.mirror = DraftMirror(self._writer)
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
         """Send a step to all ranks."""

@@ -156,6 +156,9 @@ fields of `Work`. Then the sequence's entries in the block tables, and the first
 fields of `Work`."""
 
 
+_UNCHANGED = np.iinfo(np.int64).max
+
+
 class StepWriter:
     """Writes the steps of a cache as messages. Gives each sequence a number, by which ranks identify the sequence."""
 
@@ -163,6 +166,7 @@ class StepWriter:
         """`write` usually clears the record of changed blocks. With `keeps_changes` the record is kept, because the
         copy of the block tables on a GPU also needs it."""
         self._cache, self._keeps_changes = cache, keeps_changes
+        self._noted = np.full(len(cache.block_tables.blocks), _UNCHANGED, np.int64)
         self._serial = 0
         self._sequences: dict[int, tuple[Any, int]] = {}
 
@@ -174,6 +178,8 @@ class StepWriter:
         if self._keeps_changes:
             tables.mark_each_changed(rows, first)
         blocks = tables.blocks[rows].astype(np.int64)
+        first = np.minimum(first, self._noted[rows])
+        self._noted[rows] = _UNCHANGED
         given = [(len(w.tokens), w.source, w.replayed, w.drafts, w.rewrites, w.skipped) for w in works]
         serials = [self._number(work.sequence) for work in works]
         lines = np.column_stack(
@@ -203,6 +209,15 @@ class StepWriter:
             list(whole),
             list(pooled),
         )
+
+    def note_changes(self, works: Many[Work]) -> None:
+        """Record changed blocks for the next `write`, before a step that the ranks do not repeat. On a GPU such a step
+        clears the record of the block tables."""
+        tables = self._cache.block_tables
+        rows = np.array([work.sequence.row for work in works], np.int64)
+        first = tables.take_changed(rows).astype(np.int64)
+        tables.mark_each_changed(rows, first)
+        np.minimum.at(self._noted, rows, first)
 
     def _number(self, sequence: Any) -> int:
         known = self._sequences.get(sequence.row)
