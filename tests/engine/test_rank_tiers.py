@@ -91,6 +91,29 @@ def test_restart_loads_pages_of_all_ranks_from_disk(
         closed(engine)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "kimi_linear"])
+def test_latents_are_stored_once_and_loaded_by_all_ranks(family: str, tmp_path: Path) -> None:
+    prompts = drawn(family, 70, 50)
+    wanted = expected(made(family), prompts, 8)
+    whole = make_engine(made(family), POOL, tiers=["host:8MiB"])
+    sizes = {
+        group: [form.page_bytes for form in forms]
+        for group, forms in offload_of(whole).forms.items()
+        if whole.layout.groups[group].spec.unit == "token"
+    }
+    whole.close()
+    for round_ in range(2):
+        tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
+        engine = parallel_engine(made(family), 2, pool_bytes=POOL, tiers=tiers, offload=PATIENT)
+        forms = offload_of(engine).forms
+        assert {group: [form.page_bytes for form in forms[group]] for group in sizes} == sizes
+        requests = served(engine, prompts)
+        assert tokens_of(requests) == wanted
+        assert all((request.cached_tokens or 0) >= 32 for request in requests) == bool(round_)
+        closed(engine)
+
+
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize(("family", "pool_bytes"), [("llama", 24 * 4096), ("bamba", 10 * 9216)])
 @pytest.mark.few(1)

@@ -11,6 +11,8 @@ rank copies its own part. Tiers therefore store whole pages, and only rank 0 use
 
     pool of rank 0: page 7 ──> |  rank 0  |  rank 1  | <── pool of rank 1: page 7
                                one page in the arena
+
+Pages that are equal on all ranks, such as latents of MLA, have one part. Rank 0 offloads it, and all ranks load it.
 """
 
 from __future__ import annotations
@@ -56,15 +58,16 @@ would cost too much."""
 
 def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
     """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
-    is the number of the page. A page has the parts of all `ranks`. Pages of equal size with different layouts, or of
-    another number of ranks, have different forms.
+    is the number of the page. A page has the parts of all `ranks`, or one part if it is equal on all ranks. Pages of
+    equal size with different layouts, or of another number of ranks, have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
-    page_bytes = group.page_stride * ranks
+    parts = _parts(group, ranks)
+    page_bytes = group.page_stride * parts
     return Form(
         dtype="+".join(dict.fromkeys(f.dtype for f in group.spec.fields)),
-        order="LFHTD" if ranks == 1 else "RLFHTD",
+        order="LFHTD" if parts == 1 else "RLFHTD",
         page_bytes=page_bytes,
         run_bytes=page_bytes if single else group.layer_bytes,
         shard=f"run {run} of {group.runs}" + (f", {ranks} ranks" if ranks > 1 else ""),
@@ -121,7 +124,7 @@ def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
             text = form.layout if group.spec.unit == "state" else _layout_text(group, run, values.text())
             stored = replace(
                 form,
-                order="FLTHD" if ranks == 1 else "FRLTHD",
+                order="FLTHD" if _parts(group, ranks) == 1 else "FRLTHD",
                 page_bytes=values.bytes,
                 run_bytes=values.bytes,
                 layout=text,
@@ -134,13 +137,20 @@ def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
 
 def _page_fields(group: PageGroup, ranks: int) -> PageFields:
     """Return the fields of a page. The parts of ranks count as further layers, if there is no padding between them."""
-    tokens = group.block_tokens if group.spec.unit == "token" else 0
-    layers, page_bytes = group.run_layers * ranks, group.page_stride * ranks
+    tokens, parts = group.block_tokens if group.spec.unit == "token" else 0, _parts(group, ranks)
+    layers, page_bytes = group.run_layers * parts, group.page_stride * parts
     return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, page_bytes)
 
 
+def _parts(group: PageGroup, ranks: int) -> int:
+    """Return the number of parts of a page in the arena. It is 1 if the page is equal on all ranks, or if only rank 0
+    uses it, as for a draft model."""
+    is_divided = any(field.shard_axis is not None for field in group.spec.fields)
+    return ranks if is_divided and group.spec.lifetime != "draft" else 1
+
+
 def _has_gaps(group: PageGroup, ranks: int) -> bool:
-    return ranks > 1 and group.page_stride != group.page_bytes
+    return _parts(group, ranks) > 1 and group.page_stride != group.page_bytes
 
 
 def open_host(
@@ -240,8 +250,9 @@ class RankCopies(Protocol):
         Return the number of the copy."""
         ...
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy from offsets in the arena to pages. Otherwise like `offload`."""
+    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
+        """Let all ranks copy from offsets in the arena to pages. With `is_whole`, the pages have one part, which all
+        ranks copy. Otherwise like `offload`."""
         ...
 
     def is_done(self, number: int) -> bool:
@@ -355,21 +366,44 @@ class HostPages:
         before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
         this mark did not write the pages.
         """
+        own = offsets + self._rank * stride
         if self._ranks is None:
-            return self._offload(stride, pages, offsets, age)
+            return self._copy_out(stride, pages, own, age)
         number = self._ranks.offload(stride, pages, offsets)
         with self._failing(self._ranks):
-            return RankEvent(self._offload(stride, pages, offsets, age), self._ranks, number)
+            return RankEvent(self._copy_out(stride, pages, own, age), self._ranks, number)
 
     def load(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
     ) -> LoadEvent | FinishedEvent | RankEvent:
         """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
+        own = offsets + self._rank * stride
         if self._ranks is None:
-            return self._load(stride, pages, offsets)
+            return self._copy_in(stride, pages, own)
         number = self._ranks.load(stride, pages, offsets)
         with self._failing(self._ranks):
-            return RankEvent(self._load(stride, pages, offsets), self._ranks, number)
+            return RankEvent(self._copy_in(stride, pages, own), self._ranks, number)
+
+    def is_whole(self, group: PageGroup) -> bool:
+        """Return whether the pages of a layer group have one part, although there are several ranks. These pages are
+        copied by `offload_whole` and `load_whole`."""
+        return self.ranks > 1 and _parts(group, self.ranks) == 1
+
+    def offload_whole(
+        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0
+    ) -> torch.cuda.Event | FinishedEvent:
+        """Like `offload`, for pages that have one part. Only this rank copies them."""
+        return self._copy_out(stride, pages, offsets, age)
+
+    def load_whole(
+        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
+    ) -> LoadEvent | FinishedEvent | RankEvent:
+        """Like `load`, for pages that have one part. All ranks copy it."""
+        if self._ranks is None:
+            return self._copy_in(stride, pages, offsets)
+        number = self._ranks.load(stride, pages, offsets, is_whole=True)
+        with self._failing(self._ranks):
+            return RankEvent(self._copy_in(stride, pages, offsets), self._ranks, number)
 
     @staticmethod
     @contextlib.contextmanager
@@ -381,10 +415,9 @@ class HostPages:
             ranks.fail(f"a copy of pages failed on rank 0 ({type(error).__name__})")
             raise
 
-    def _offload(
+    def _copy_out(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int
     ) -> torch.cuda.Event | FinishedEvent:
-        offsets = offsets + self._rank * stride
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return FinishedEvent()
@@ -393,8 +426,7 @@ class HostPages:
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
-    def _load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
-        offsets = offsets + self._rank * stride
+    def _copy_in(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return FinishedEvent()

@@ -193,6 +193,7 @@ class PageOffloader:
         """
         forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
         for group in self._groups[batch.numbering]:
+            is_whole = self._pages.is_whole(group)
             for run, form in enumerate(forms[group.index]):
                 column = group.column + run
                 pages, own, hashes = batch.pages[:, column], batch.rows[:, column], batch.hashes
@@ -206,10 +207,11 @@ class PageOffloader:
                 is_new = lease.results == _PENDING
                 new = None if is_new.all() else is_new
                 sources, offsets = (pages, lease.offsets) if new is None else (pages[new], lease.offsets[new])
-                event = _DONE
+                event: Event = _DONE
                 try:
                     if sources.size:
-                        event = self._pages.offload(group.page_stride, sources, offsets, self._age(batch))
+                        copy = self._pages.offload_whole if is_whole else self._pages.offload
+                        event = copy(group.page_stride, sources, offsets, self._age(batch))
                 except BaseException:
                     lease.release(False)
                     raise

@@ -3,7 +3,8 @@
     rank 0   HostCopies   sends each copy as a message, and counts the answers
     others   RankHost     makes the copies in the order of the messages, between steps
 
-A page in the host tier has the parts of all ranks. It is complete when every rank has copied its part.
+A page in the host tier has the parts of all ranks. It is complete when every rank has copied its part. Pages that are
+equal on all ranks have one part.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class HostCopies:
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
         """Let all ranks copy pages to the host tier, after the steps that were sent before. Return the number of the
         copy. Does not wait."""
-        return self._start(_message(False, stride, pages, offsets))
+        return self._start(CopyHost(False, False, stride, _bytes(pages), _bytes(offsets)))
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy from the host tier to pages. Otherwise like `offload`."""
-        return self._start(_message(True, stride, pages, offsets))
+    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
+        """Let all ranks copy from the host tier to pages. With `is_whole`, the pages have one part, which all ranks
+        copy. Otherwise like `offload`."""
+        return self._start(CopyHost(True, is_whole, stride, _bytes(pages), _bytes(offsets)))
 
     def is_done(self, number: int) -> bool:
         """Return whether all ranks have made a copy."""
@@ -105,8 +107,8 @@ class HostCopies:
         return self._sent
 
 
-def _message(is_load: bool, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> CopyHost:
-    return CopyHost(is_load, stride, *(np.asarray(each, np.int64).tobytes() for each in (pages, offsets)))
+def _bytes(ids: Ids) -> bytes:
+    return np.asarray(ids, np.int64).tobytes()
 
 
 class RankHost:
@@ -155,7 +157,8 @@ class RankHost:
         assert self._pages is not None
         pages, offsets = (np.frombuffer(each, np.int64) for each in (message.pages, message.offsets))
         if message.is_load:
-            return self._pages.load(message.page_stride, pages, offsets)
+            load = self._pages.load_whole if message.is_whole else self._pages.load
+            return load(message.page_stride, pages, offsets)
         event = self._pages.offload(message.page_stride, pages, offsets)
         self._pages.wait(event)  # later steps may overwrite the pages
         return event
