@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from kvloom.engine import LLM, Engine, Request, SamplingParams
+from kvloom.engine.parallel import RankGroup
 from kvloom.engine.parallel.host_copies import HostCopies, RankHost
 from kvloom.engine.parallel.messages import CopyHost
 from kvloom.models.sharding import RankError
 from kvloom.tiers import DiskConfig, DiskTier, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
-from tests.engine.test_offload import PATIENT, QUICK, drawn, offload_of, served
+from tests.engine.test_hand_over import address_of, finished, step_until
+from tests.engine.test_offload import PATIENT, QUICK, drawn, greedy, offload_of, served
 from tests.engine.test_tensor_parallel import POOL, made
 from tests.engine.thread_ranks import ThreadRanks, parallel_engine
 from tests.engines import make_engine
@@ -250,6 +252,51 @@ def test_a_tier_that_re_encodes_pages_works_on_ranks(block_tokens: int, tmp_path
         engine.run()
         assert request.cached_tokens == (96 if round_ else 0)
         closed(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_worker_with_two_ranks_hands_over_pages_to_another(family: str) -> None:
+    (prompt,) = drawn(("hand-over", family), 110)
+    wanted = expected(made(family), [prompt], 8)
+    common: dict[str, Any] = {"pool_bytes": POOL, "offload": PATIENT}
+    first = parallel_engine(
+        made(family), 2, tiers=["host:16MiB?share=0&checked=1"], token_budget=32, **common
+    )
+    peer = address_of(first)
+    second = parallel_engine(made(family), 2, tiers=[f"peer://{peer}?timeout=30"], **common)
+    got = second.add(prompt, greedy(8), awaits_peer=peer)
+    step_until(lambda: second.scheduler.loading_count == 1, second)
+    given = first.add(prompt, greedy(1), offers_pages=True)
+
+    def is_done() -> bool:
+        offload_of(first).poll()  # as a server does while it is idle
+        return finished(given, got)()
+
+    step_until(is_done, first, second)
+    assert [got.tokens] == wanted
+    assert offload_of(second).stats.hand_overs == 1
+    assert (got.cached_tokens or 0) >= 96
+    closed(second)
+    closed(first)
+
+
+@pytest.mark.slow
+def test_ranks_end_if_a_tier_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("llama").save_pretrained(tmp_path)
+    groups = []
+    close = RankGroup.close
+    monkeypatch.setattr(RankGroup, "close", lambda group: (groups.append(group), close(group)))
+    with pytest.raises(ValueError, match="host tier of 4,096 bytes is too small"):
+        LLM(
+            str(tmp_path),
+            tensor_parallel=2,
+            device="cpu",
+            dtype="float32",
+            pool_bytes=POOL,
+            tiers=["host:4KiB"],
+        )
+    assert [process.poll() is not None for group in groups for process in group.processes] == [True]
 
 
 def test_a_copy_that_a_rank_does_not_finish_in_time_stops_the_group() -> None:

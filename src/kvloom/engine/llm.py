@@ -140,7 +140,12 @@ class LLM:
             self.tokenizer = tokenizer or found
         elif config.token_budget is None:
             config = replace(config, token_budget=default_token_budget(next(model.parameters()).device))
-        self.engine = Engine(model, config, self.tokenizer, group)
+        try:
+            self.engine = Engine(model, config, self.tokenizer, group)
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)
         self._prepare(progress)
