@@ -72,7 +72,7 @@ def check_engine(
         for host in (text for text in tiers if scheme_of(text) == "host"):
             host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
         # A slab of one of several ranks is smaller. The rank checks it when the pool is allocated.
-        if pool_bytes is not None and config.tensor_parallel == 1 and pool_bytes < 2 * slab_bytes:
+        if pool_bytes is not None and config.rank_count == 1 and pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"
             )

@@ -64,7 +64,7 @@ class _Captured:
 
 
 class Mirror(Protocol):
-    """Repeats the calls of a runner on the other ranks of a tensor-parallel group."""
+    """Repeats the calls of a runner on the other ranks of a group."""
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
         """Let the other ranks call `ModelRunner.run`. Does not wait."""
@@ -125,6 +125,7 @@ class ModelRunner:
             scales,
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
+            None if self._ranks is None else self._ranks.gather,
         )
         self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()

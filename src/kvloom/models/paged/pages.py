@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from kvloom.core import PoolLayout, Visibility
+from kvloom.core import WHOLE, PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
     KVPages,
@@ -35,6 +35,7 @@ from kvloom.kernels.attention import (
     add_cold_attention,
     decode_plan,
     is_worth_sharing,
+    merge_many,
     plan_capacity,
     prefill_plan,
     split_dim,
@@ -97,14 +98,20 @@ class Pages(EmptyCache):
         scales: Scales | None = None,
         piece: int = 0,
         prefix: str = "",
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """A target and a draft model may share the pool. `prefix` selects the model whose layers are used: "" selects
         the target, and `DRAFT_PREFIX` selects the draft model.
 
         `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is
         not 0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
+
+        With context parallelism, `gather` returns the tensors of all ranks in the order of ranks: [ranks, *shape].
         """
         self.layout, self.device, self._piece = layout, buffer.device, piece
+        self._gather = gather
+        if layout.part != WHOLE and gather is None:
+            raise ValueError("the blocks of this layout are divided between ranks: pass `gather`")
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
         self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
@@ -276,7 +283,7 @@ class Pages(EmptyCache):
             write(
                 fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
             )
-        elif not key.is_cuda and fields["k"].dtype == key.dtype:
+        elif not key.is_cuda and fields["k"].dtype == key.dtype and not self._is_divided(view):
             at = (
                 batch.pages[view.group][view.run],
                 batch.places,
@@ -291,6 +298,10 @@ class Pages(EmptyCache):
                 fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
+
+    def _is_divided(self, view: LayerView) -> bool:
+        """Return whether the blocks of a layer are divided between ranks."""
+        return self.layout.is_divided(self.layout.groups[view.group])
 
     def _write_rotated(
         self,
@@ -464,6 +475,8 @@ class Pages(EmptyCache):
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span, some)
+        if self._is_divided(view):
+            return self._read_divided(plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks)
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
@@ -480,6 +493,28 @@ class Pages(EmptyCache):
         if out is not None and query.dtype != own:
             return out.copy_(found)
         return found.to(own)
+
+    def _read_divided(
+        self,
+        plan: Plan,
+        query: torch.Tensor,
+        pages: KVPages,
+        tables: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of packed queries over pages whose blocks are divided between ranks. This rank reads its own
+        tokens. Then the ranks gather their results and merge them by log-sum-exp. Sinks count only on rank 0."""
+        part, gather = self.layout.part, self._gather
+        assert gather is not None
+        mask = Mask(plan.span, softcap, None if part.rank else sinks, part=part)
+        out, lse = plan.attend(
+            query, pages.k, pages.v, tables, mask, scale, pages.k_scale, pages.v_scale
+        )
+        assert lse is not None
+        every = gather(torch.cat((out.to(lse.dtype), lse[..., None]), -1))
+        return merge_many(every[..., :-1], every[..., -1]).to(query.dtype)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
         """Return the pages of a layer and the tokens of the step, for `cpu.attention_step`. Return None if that
@@ -501,7 +536,7 @@ class Pages(EmptyCache):
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
             fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
-            fits = fits and not span.has_holes
+            fits = fits and not span.has_holes and not self._is_divided(view)
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:

@@ -24,13 +24,18 @@ from torch.nn import functional
 from .cuts import Cuts
 from .ranks import Ranks
 
-__all__ = ["install_collectives", "ranks_of"]
+__all__ = ["install_collectives", "ranks_of", "set_ranks"]
 
 
 def ranks_of(model: Any) -> Ranks | None:
-    """Return the group of a model that has a part of the weights. None for a whole model."""
+    """Return the group of a model that several ranks compute. None for a model on one rank."""
     found: Ranks | None = vars(model).get("ranks")
     return found
+
+
+def set_ranks(model: Any, ranks: Ranks) -> None:
+    """Set the group that computes a model."""
+    vars(model)["ranks"] = ranks
 
 
 def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> None:
@@ -45,7 +50,7 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
     _split_head(model, ranks)
-    vars(model)["ranks"] = ranks
+    set_ranks(model, ranks)
 
 
 def _is_linear(module: Any) -> bool:

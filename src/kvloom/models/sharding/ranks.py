@@ -1,4 +1,4 @@
-"""One rank's view of its tensor-parallel group: the number of the rank, and sums and gathers between all
+"""One rank's view of its group: the number of the rank, and sums and gathers between all
 ranks.
 
 The group is not torch's default process group, so a process may have several groups, one after the other or
@@ -99,7 +99,7 @@ class Ranks:
             call.wait()
         except RuntimeError as error:
             raise RankError(
-                f"rank {self.shard}: another rank of the tensor-parallel group has stopped, or has not answered for "
+                f"rank {self.shard}: another rank of the group has stopped, or has not answered for "
                 f"{self._seconds:g} s: restart the engine ({_first_line(error)})"
             ) from error
 
