@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.models.paged import divided_step
 from kvloom.models.sharding import RankError
 from kvloom.models.specs import ModelError
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
@@ -22,6 +23,7 @@ from tests.models.zoo import NEW, expected, prompts_of, tiny
 FAMILIES = (
     *("llama", "gemma3_text", "qwen3_next", "bamba", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"),
     *("gemma2", "qwen2 with windows", "cohere2", "qwen3_moe", "jamba", "falcon_h1", "nemotron_h", "mamba2"),
+    "modernbert-decoder",
 )
 
 
@@ -72,7 +74,8 @@ def test_settings_give_the_tokens_of_one_rank(family: str, settings: dict[str, A
         assert generate(engine, prompts) == wanted
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 def test_a_context_that_does_not_fit_the_pool_of_one_rank_runs_on_two(family: str) -> None:
     (prompt,) = prompts_of(7, (900,))
 
@@ -111,7 +114,12 @@ def test_hits_forks_and_preemption_give_the_tokens_of_one_rank() -> None:
 
 
 def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -> None:
-    for family, divided in (("llama", {"full"}), ("gemma3_text", {"full"}), ("bamba", {"full"}), ("mamba2", set())):
+    for family, divided in (
+        ("llama", {"full"}),
+        ("gemma3_text", {"full"}),
+        ("bamba", {"full"}),
+        ("mamba2", set()),
+    ):
         whole = make_engine(made(family), POOL).layout
         with ranks(made(family), 2) as engine:
             pairs = list(zip(engine.layout.groups, whole.groups, strict=True))
@@ -151,6 +159,7 @@ def test_models_without_divisible_attention_are_refused() -> None:
         make_engine(tiny("llama"), POOL, context_parallel=2)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_stops_the_group_with_an_error(tmp_path: Path) -> None:
     """Ranks are processes. They generate, then one is killed."""
     made("llama").save_pretrained(tmp_path)
@@ -168,3 +177,23 @@ def test_a_killed_rank_stops_the_group_with_an_error(tmp_path: Path) -> None:
             llm.generate(prompts, GREEDY)
     finally:
         llm.close()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_divide_the_tokens_of_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 1)
+    model, prompts = made(family), prompts_of(8, (40, 33, 7))
+    wanted = expected(model, prompts)
+    with ranks(model, 2, token_budget=19) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+def test_a_rank_computes_its_part_of_the_tokens_of_a_prompt() -> None:
+    model, prompts = made("llama"), prompts_of(9, (81, 20))
+    wanted, counts = expected(model, prompts), []
+    with ranks(model, 2) as engine:
+        embedding = engine.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, args, __: counts.append(args[0].shape[1]))
+        assert generate(engine, prompts) == wanted
+    assert counts[:2] == [51, 2]  # half of the prompts, then the next token of each

@@ -465,7 +465,9 @@ def test_hits_forks_and_copies_read_the_right_bytes() -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(count: int, softcap: float | None) -> None:
+def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(
+    count: int, softcap: float | None
+) -> None:
     """A rank may have no token that a query sees. Sinks count once."""
     torch.manual_seed(count)
     queries = [1, 40, 3, 1, 17]

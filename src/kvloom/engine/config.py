@@ -301,18 +301,23 @@ class EngineConfig:
 
     def _check_context_parallel(self) -> None:
         """Raise ValueError for settings that context parallelism does not support."""
-        unsupported = {
-            "tensor_parallel": self.tensor_parallel > 1,
-            "tiers": bool(self.tiers),
-            "draft": bool(self.draft_model or self.head),
-            "lora": self.uses_lora,
-            "elastic pool": self.max_pool_bytes is not None,
-            "static scales": self.kv_scales != "dynamic",
-            "batch_invariant": self.batch_invariant,
-        }
-        for name, is_set in unsupported.items():
-            if is_set and self.context_parallel > 1:
-                raise ValueError(refused(f"context parallel, {name}", count=self.context_parallel))
+        count = self.context_parallel
+        if count == 1:
+            return
+        if self.tensor_parallel > 1:
+            raise ValueError(refused("context parallel, tensor_parallel", count=count))
+        if self.tiers:
+            raise ValueError(refused("context parallel, tiers", count=count))
+        if self.draft_model or self.head:
+            raise ValueError(refused("context parallel, draft", count=count))
+        if self.uses_lora:
+            raise ValueError(refused("context parallel, lora", count=count))
+        if self.max_pool_bytes is not None:
+            raise ValueError(refused("context parallel, elastic pool", count=count))
+        if self.kv_scales != "dynamic":
+            raise ValueError(refused("context parallel, static scales", count=count))
+        if self.batch_invariant:
+            raise ValueError(refused("context parallel, batch_invariant", count=count))
 
     def _check_proposers(self) -> None:
         parts = self.proposers

@@ -45,9 +45,11 @@ from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
+from kvloom.models.sharding import Ranks
 from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
+from .divided_step import DividedStep
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
 from .latents import Absorbed, ExpandedPlan, absorb, into_latent_space, out_of_latent_space
@@ -98,7 +100,7 @@ class Pages(EmptyCache):
         scales: Scales | None = None,
         piece: int = 0,
         prefix: str = "",
-        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """A target and a draft model may share the pool. `prefix` selects the model whose layers are used: "" selects
         the target, and `DRAFT_PREFIX` selects the draft model.
@@ -106,12 +108,14 @@ class Pages(EmptyCache):
         `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is
         not 0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
 
-        With context parallelism, `gather` returns the tensors of all ranks in the order of ranks: [ranks, *shape].
+        With context parallelism, the blocks of `layout` are divided between `ranks`.
         """
         self.layout, self.device, self._piece = layout, buffer.device, piece
-        self._gather = gather
-        if layout.part != WHOLE and gather is None:
-            raise ValueError("the blocks of this layout are divided between ranks: pass `gather`")
+        if layout.part != WHOLE and ranks is None:
+            raise ValueError("the blocks of this layout are divided between ranks: pass `ranks`")
+        self._ranks = ranks if layout.part != WHOLE else None
+        self.divided: DividedStep | None = None
+        """The tokens of the step that this rank computes. None if it computes all of them."""
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
         self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
@@ -167,10 +171,14 @@ class Pages(EmptyCache):
                 pool_fields = self._views[int(found[1])][0].fields  # has the static scales
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
-    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
+    def begin(
+        self, batch: Batch, splitter: GraphSplitter | None = None, divided: DividedStep | None = None
+    ) -> None:
         """Set the step that the next execution of the model computes. With a `splitter`, this execution does not
-        compute attention. The splitter gets the attention call of each layer instead."""
+        compute attention. The splitter gets the attention call of each layer instead. If the step is `divided`, the
+        model gets only the tokens of this rank."""
         self._batch, self._splitter = batch, splitter
+        self.divided = divided
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._expanded = None
@@ -340,6 +348,8 @@ class Pages(EmptyCache):
         """
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        if self.divided is not None:
+            query, new_k, new_v = self.divided.join(query, new_k, new_v)
         if rotary is None:
             self._write(view, new_k, new_v)
         else:
@@ -476,7 +486,9 @@ class Pages(EmptyCache):
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span, some)
         if self._is_divided(view):
-            return self._read_divided(plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks)
+            return self._read_divided(
+                plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks
+            )
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
@@ -492,6 +504,8 @@ class Pages(EmptyCache):
                 add_cold_attention(found[part], lse[part], query[part], host, pages[column], scale, softcap)
         if out is not None and query.dtype != own:
             return out.copy_(found)
+        if self.divided is not None:
+            found = self.divided.own(found)
         return found.to(own)
 
     def _read_divided(
@@ -504,16 +518,16 @@ class Pages(EmptyCache):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over pages whose blocks are divided between ranks. This rank reads its own
-        tokens. Then the ranks gather their results and merge them by log-sum-exp. Sinks count only on rank 0."""
-        part, gather = self.layout.part, self._gather
-        assert gather is not None
+        """Return attention of packed queries over pages whose blocks are divided between ranks. Every rank reads its part
+        of the blocks. The results of all ranks are merged by log-sum-exp. Sinks count only on rank 0. If the step is
+        divided, `query` has all tokens of the step, and the result only own tokens."""
+        part, ranks = self.layout.part, self._ranks
+        assert ranks is not None
         mask = Mask(plan.span, softcap, None if part.rank else sinks, part=part)
-        out, lse = plan.attend(
-            query, pages.k, pages.v, tables, mask, scale, pages.k_scale, pages.v_scale
-        )
+        out, lse = plan.attend(query, pages.k, pages.v, tables, mask, scale, pages.k_scale, pages.v_scale)
         assert lse is not None
-        every = gather(torch.cat((out.to(lse.dtype), lse[..., None]), -1))
+        found = torch.cat((out.to(lse.dtype), lse[..., None]), -1)
+        every = ranks.gather(found) if self.divided is None else self.divided.exchange(found)
         return merge_many(every[..., :-1], every[..., -1]).to(query.dtype)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
@@ -525,6 +539,7 @@ class Pages(EmptyCache):
                 batch.spans is None
                 and batch.trees is None
                 and batch.cold is None
+                and self.divided is None
                 and not batch.replayed
                 and self._splitter is None
                 and not self._piece

@@ -81,6 +81,12 @@ class Ranks:
         self._wait(self._group.allgather([list(out.unbind(0))], [x.contiguous()]))
         return out
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Send `x[i]` to rank i. Return what all ranks have sent to this rank, in the order of ranks: [ranks, …]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._wait(self._group.alltoall_base(out, x.contiguous(), [], []))
+        return out
+
     def share(self, x: torch.Tensor) -> None:
         """Overwrite a tensor by that of rank 0."""
         self._wait(self._group.broadcast([x]))
