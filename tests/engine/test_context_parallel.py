@@ -65,8 +65,12 @@ def test_four_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("least", [1, 10**6], ids=["divided steps", "whole steps"])
 @pytest.mark.parametrize("family", ["llama", "bamba", "gpt_oss"])
-def test_settings_give_the_tokens_of_one_rank(family: str, settings: dict[str, Any]) -> None:
+def test_settings_give_the_tokens_of_one_rank(
+    family: str, least: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", least)
     model, prompts = made(family), prompts_of(5, (40, 18, 3)) * 2
     one = make_engine(made(family), POOL, **settings)
     wanted = generate(one, prompts)
@@ -197,3 +201,22 @@ def test_a_rank_computes_its_part_of_the_tokens_of_a_prompt() -> None:
         embedding.register_forward_hook(lambda _, args, __: counts.append(args[0].shape[1]))
         assert generate(engine, prompts) == wanted
     assert counts[:2] == [51, 2]  # half of the prompts, then the next token of each
+
+
+def test_embeddings_and_prompt_logprobs_of_divided_steps_are_those_of_one_rank() -> None:
+    prompt = prompts_of(10, (70,))[0]
+    pooled = SamplingParams(max_tokens=1, temperature=0, pooling="mean")
+    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+    def results(engine: Engine) -> tuple[Any, list[float]]:
+        embedding, logprobs = engine.add(prompt, pooled), engine.add(prompt, scored)
+        engine.run()
+        pairs = zip(prompt[1:], logprobs.prompt_logprobs[1:], strict=True)
+        return embedding.embedding, [one[token].logprob for token, one in pairs if one is not None]
+
+    wanted = results(make_engine(made("llama"), POOL))
+    with ranks(made("llama"), 2) as engine:
+        found = results(engine)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-3, abs=1e-4)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-3, abs=1e-4)
+    assert len(found[1]) == len(prompt) - 1
