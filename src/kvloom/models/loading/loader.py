@@ -33,6 +33,7 @@ from kvloom.models.sharding import (
     install_collectives,
     set_ranks,
     shard_config,
+    split_head,
 )
 from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
 from kvloom.models.vision import VISION_FAMILIES
@@ -475,9 +476,10 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
 
 
 def divide_context(model: Any, ranks: Ranks) -> None:
-    """Let the ranks divide the context of every sequence. Each rank has the whole `model`. Raises ModelError if the
-    attention of the model cannot be divided."""
+    """Let the ranks divide the context of every sequence. Each rank has the whole `model`, but computes the logits of
+    only a part of the vocabulary. Raises ModelError if the attention of the model cannot be divided."""
     _check_context(model)
+    split_head(model, ranks)
     set_ranks(model, ranks)
 
 

@@ -42,12 +42,12 @@ class DividedStep:
         return x.index_select(axis, at.clamp_(max=self._tokens - 1))
 
     def join(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return tensors with all tokens of the step, from tensors with own tokens [own tokens, …]. All tensors need
-        the same dtype. Makes one collective call."""
+        """Return tensors with all tokens of the step, from tensors with own tokens [own tokens, …]. Makes one collective
+        call."""
         flat = [part.reshape(self._each, -1) for part in parts]
         every = self._ranks.gather(torch.cat(flat, 1)).flatten(0, 1)[: self._tokens]
         found = torch.split(every, [part.shape[1] for part in flat], 1)
-        return tuple(x.reshape(-1, *part.shape[1:]) for x, part in zip(found, parts, strict=True))
+        return tuple(x.reshape(-1, *part.shape[1:]).to(part) for x, part in zip(found, parts, strict=True))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Send each rank the tokens that it owns. `x` [tokens, …] has a value of this rank for all tokens of the step.

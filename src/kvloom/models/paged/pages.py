@@ -340,7 +340,8 @@ class Pages(EmptyCache):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values of a layer ([1, heads, tokens, dim]) to its pages. Then return attention of
-        packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v].
+        packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v]. If the step is divided, all these
+        tensors have only the tokens of this rank.
 
         `latent_values` is the number of dims of a latent that are values. `rotary` is (cos, sin), each [1, tokens,
         dim] with every angle twice. It is used only in steps that a CUDA graph computes. In these steps, queries are

@@ -24,7 +24,7 @@ from torch.nn import functional
 from .cuts import Cuts
 from .ranks import Ranks
 
-__all__ = ["install_collectives", "ranks_of", "set_ranks"]
+__all__ = ["install_collectives", "ranks_of", "set_ranks", "split_head"]
 
 
 def ranks_of(model: Any) -> Ranks | None:
@@ -49,7 +49,7 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
             module.register_forward_hook(lambda _, __, found: ranks.sum(found))
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
-    _split_head(model, ranks)
+    split_head(model, ranks)
     set_ranks(model, ranks)
 
 
@@ -107,7 +107,7 @@ def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
     own.is_fused = True
 
 
-def _split_head(model: Any, ranks: Ranks) -> None:
+def split_head(model: Any, ranks: Ranks) -> None:
     """Let each rank compute the logits of a part of the vocabulary. If the vocabulary cannot be divided, every rank
     computes all logits."""
     head, shard = model.get_output_embeddings(), ranks.shard
