@@ -22,7 +22,8 @@ from kvloom.core import (
     Visibility,
     attention_fields,
 )
-from kvloom.kernels.attention import Mask, attend, merge_many, reference
+from kvloom.kernels.attention import Mask, Shape, attend, merge_many, reference
+from kvloom.kernels.attention.shape import check_call
 from kvloom.kernels.copy.reference import copy_pages
 from kvloom.kernels.memory import LayerView, allocate, layer_views
 from kvloom.kernels.write.reference import write
@@ -492,3 +493,11 @@ def test_parts_refuse_draft_trees() -> None:
     mask = Mask(trees=torch.ones(2, 4, dtype=torch.uint8), part=ContextPart(0, 2))
     with pytest.raises(ValueError, match="neither draft trees nor images"):
         attend(torch.randn(2, HEADS, DIM), batch.k, batch.v, batch.tables, batch.starts, batch.lengths, mask)
+
+
+def test_gpu_kernels_refuse_pages_with_a_part_of_each_block() -> None:
+    q, k = torch.zeros(1, 4, 64), torch.zeros(2, 16, 2, 64)
+    call = Shape(4, 2, 64, 64, 16, torch.float32), q, k, k, torch.zeros(1, 1, dtype=torch.int32)
+    check_call(*call, Mask(), None, None)
+    with pytest.raises(ValueError, match="read whole blocks"):
+        check_call(*call, Mask(part=ContextPart(1, 2)), None, None)
