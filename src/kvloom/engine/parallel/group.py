@@ -231,6 +231,10 @@ class RankGroup:
             self._check()
 
     def _check(self) -> None:
+        for number, process in enumerate(self.processes, 1):
+            # A rank that ends by itself sends a reason, which `_watch` receives.
+            if (process.poll() or 0) < 0:
+                self.fail(f"rank {number} has stopped")
         if self._failure is not None:
             raise RankError(f"ranks: {self._failure}: restart the engine")
 
