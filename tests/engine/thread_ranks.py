@@ -1,7 +1,8 @@
-"""The ranks of a tensor-parallel engine as threads of one process, for models that are already loaded."""
+"""The ranks of an engine as threads of one process, for models that are already loaded."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import threading
 from collections.abc import Sequence as Many
@@ -31,7 +32,7 @@ from kvloom.engine.parallel.messages import (
 from kvloom.engine.parallel.rank_adapters import RankAdapters, adapter_messages
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.loading import shard_model
+from kvloom.models.loading import divide_context, shard_model
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
 from kvloom.models.sharding import Ranks, Shard
@@ -52,10 +53,10 @@ class ThreadRanks:
         self.pools: dict[int, torch.Tensor] = {}
         """The pools of ranks 1, 2, …"""
         self.host_copies = HostCopies(
-            config.tensor_parallel, self._send, self.fail, self._failure, config.rank_seconds
+            config.rank_count, self._send, self.fail, self._failure, config.rank_seconds
         )
         self._writer: StepWriter | None = None
-        for rank in range(1, config.tensor_parallel):
+        for rank in range(1, config.rank_count):
             queue: SimpleQueue[bytes | None] = SimpleQueue()
             self._queues.append(queue)
             self._threads.append(threading.Thread(target=self._serve, args=(rank, queue), daemon=True))
@@ -63,10 +64,14 @@ class ThreadRanks:
 
     def part(self, rank: int) -> Any:
         """The part of a rank. Waits for all ranks."""
-        shard = Shard(rank, self._config.tensor_parallel)
+        shard = Shard(rank, self._config.rank_count)
         ranks = Ranks(shard, Path(self.folder.name) / "meeting", CPU)
         ranks.limit(20)
-        return shard_model(self._model, ranks)
+        if self._config.context_parallel == 1:
+            return shard_model(self._model, ranks)
+        model = copy.deepcopy(self._model)
+        divide_context(model, ranks)
+        return model
 
     def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
         try:
@@ -142,8 +147,16 @@ class ThreadRanks:
 
 
 def parallel_engine(model: Any, count: int, **settings: Any) -> Engine:
-    """An engine on `count` ranks, which are threads. `model` is the whole model."""
-    config = EngineConfig(tensor_parallel=count, **settings)
+    """An engine with `count` ranks that divide the model. The ranks are threads. `model` is the whole model."""
+    return _engine(model, EngineConfig(tensor_parallel=count, **settings))
+
+
+def context_engine(model: Any, count: int, **settings: Any) -> Engine:
+    """An engine with `count` ranks that divide the context. The ranks are threads."""
+    return _engine(model, EngineConfig(context_parallel=count, **settings))
+
+
+def _engine(model: Any, config: EngineConfig) -> Engine:
     group = ThreadRanks(model, config)
     try:
         return Engine(group.part(0), config, group=group)  # type: ignore[arg-type]

@@ -12,8 +12,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
-from kvloom.kernels.attention import Mask, attend, reference
+from kvloom.core import (
+    ContextPart,
+    Field,
+    KVCache,
+    LayerSpec,
+    PoolLayout,
+    Sequence,
+    Visibility,
+    attention_fields,
+)
+from kvloom.kernels.attention import Mask, Shape, attend, merge_many, reference
+from kvloom.kernels.attention.shape import check_call
 from kvloom.kernels.copy.reference import copy_pages
 from kvloom.kernels.memory import LayerView, allocate, layer_views
 from kvloom.kernels.write.reference import write
@@ -452,3 +462,42 @@ def test_hits_forks_and_copies_read_the_right_bytes() -> None:
     assert again.resumed == 71
     world.step(again, [5])
     world.check(again, [*prompt, 100, 5])
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(
+    count: int, softcap: float | None
+) -> None:
+    """A rank may have no token that a query sees. Sinks count once."""
+    torch.manual_seed(count)
+    queries = [1, 40, 3, 1, 17]
+    batch = Batch.build([1, 40, 100, 65, 33], queries, SPANS[0])
+    q, sinks, size = torch.randn(sum(queries), HEADS, DIM), torch.randn(HEADS), BLOCK // count
+    where = batch.tables, batch.starts, batch.lengths
+    wanted, _ = attend(q, batch.k, batch.v, *where, Mask(SPANS[0], softcap, sinks))
+    outs, lses = [], []
+    for rank in range(count):
+        own = slice(rank * size, (rank + 1) * size)
+        mask = Mask(SPANS[0], softcap, None if rank else sinks, part=ContextPart(rank, count))
+        out, lse = attend(q, batch.k[:, own], batch.v[:, own], *where, mask)
+        outs.append(out)
+        lses.append(lse)
+    torch.testing.assert_close(merge_many(torch.stack(outs), torch.stack(lses)), wanted)
+    assert torch.stack(lses)[1:].isneginf().any()
+    assert not torch.stack(lses).isneginf().all(0).any()
+
+
+def test_parts_refuse_draft_trees() -> None:
+    batch = Batch.build([5], [2], SPANS[0])
+    mask = Mask(trees=torch.ones(2, 4, dtype=torch.uint8), part=ContextPart(0, 2))
+    with pytest.raises(ValueError, match="neither draft trees nor images"):
+        attend(torch.randn(2, HEADS, DIM), batch.k, batch.v, batch.tables, batch.starts, batch.lengths, mask)
+
+
+def test_gpu_kernels_refuse_pages_with_a_part_of_each_block() -> None:
+    q, k = torch.zeros(1, 4, 64), torch.zeros(2, 16, 2, 64)
+    call = Shape(4, 2, 64, 64, 16, torch.float32), q, k, k, torch.zeros(1, 1, dtype=torch.int32)
+    check_call(*call, Mask(), None, None)
+    with pytest.raises(ValueError, match="read whole blocks"):
+        check_call(*call, Mask(part=ContextPart(1, 2)), None, None)

@@ -82,9 +82,13 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Number of ranks that compute the model together. Each rank has a process and a device, a part of the weights,
     and a part of every page. Sizes such as `pool_bytes` hold for each rank."""
+    context_parallel: int = 1
+    """Number of ranks that divide the context of every sequence. Each rank has a process and the whole weights. In
+    full-attention layers it stores `block_tokens / context_parallel` tokens of every block. Sizes such as `pool_bytes`
+    hold for each rank."""
     rank_seconds: float = 60.0
-    """With `tensor_parallel`: longest time to wait for another rank in a step, in seconds. Afterwards the group
-    stops with an error."""
+    """With `tensor_parallel` or `context_parallel`: longest time to wait for another rank in a step, in seconds.
+    Afterwards the group stops with an error."""
     block_tokens: int = 16
     """Tokens of a block, a power of two from 16 to 256."""
     eviction_policy: str = DEFAULT_POLICY
@@ -170,6 +174,11 @@ class EngineConfig:
     not encrypted."""
 
     @property
+    def rank_count(self) -> int:
+        """Number of ranks, each with its own process."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def objective(self) -> Objective:
         """The default objective, for requests that set no objective."""
         return Objective(self.slo_ttft, self.slo_tbt)
@@ -234,9 +243,15 @@ class EngineConfig:
             raise ValueError(f"block_tokens {tokens} must be a power of two from 16 to 256")
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel {self.tensor_parallel} must be 1 or more")
+        if self.context_parallel < 1 or tokens % self.context_parallel:
+            raise ValueError(
+                f"context_parallel {self.context_parallel} does not divide block_tokens {tokens}: give a power of two, "
+                f"up to {tokens}"
+            )
         if self.rank_seconds <= 0:
             raise ValueError(f"rank_seconds {self.rank_seconds} must be positive")
         self._check_parallel()
+        self._check_context_parallel()
         sizes = (self.min_pool_bytes, self.pool_bytes, self.max_pool_bytes)
         given = [size for size in sizes if size is not None]
         if given != sorted(given):
@@ -279,6 +294,26 @@ class EngineConfig:
             raise ValueError(refused("tensor parallel, static scales", count=count))
         if self.batch_invariant:
             raise ValueError(refused("tensor parallel, batch_invariant", count=count))
+
+    def _check_context_parallel(self) -> None:
+        """Raise ValueError for settings that context parallelism does not support."""
+        count = self.context_parallel
+        if count == 1:
+            return
+        if self.tensor_parallel > 1:
+            raise ValueError(refused("context parallel, tensor_parallel", count=count))
+        if self.tiers:
+            raise ValueError(refused("context parallel, tiers", count=count))
+        if self.draft_model or self.head:
+            raise ValueError(refused("context parallel, draft", count=count))
+        if self.uses_lora:
+            raise ValueError(refused("context parallel, lora", count=count))
+        if self.max_pool_bytes is not None:
+            raise ValueError(refused("context parallel, elastic pool", count=count))
+        if self.kv_scales != "dynamic":
+            raise ValueError(refused("context parallel, static scales", count=count))
+        if self.batch_invariant:
+            raise ValueError(refused("context parallel, batch_invariant", count=count))
 
     def _check_proposers(self) -> None:
         parts = self.proposers

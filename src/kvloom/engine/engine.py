@@ -112,11 +112,13 @@ class Engine:
         tokenizer: Any = None,
         group: RankGroup | None = None,
     ) -> None:
-        """Allocate the pool and open the tiers. With tensor parallelism, `model` is the part of rank 0, and `group`
-        has the other ranks. The engine closes the group. Raises ValueError for settings that cannot be combined."""
+        """Allocate the pool and open the tiers. With several ranks, `model` is that of rank 0, and `group` has the
+        other ranks. The engine closes the group. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
         if config.tensor_parallel > 1 and group is None:
             raise ValueError(refused("tensor parallel, loaded model", count=config.tensor_parallel))
+        if config.context_parallel > 1 and group is None:
+            raise ValueError(refused("context parallel, loaded model", count=config.context_parallel))
         self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
         self.config = config = with_step_sizes(config, on_gpu)
@@ -142,7 +144,7 @@ class Engine:
         """The measurement from which the pool's size follows. None if the size was configured."""
         self.runner = target_runner(model, memory, config, slots)
         self.group = group
-        """The other ranks of a tensor-parallel engine. None on one rank."""
+        """The other ranks. None on one rank."""
         if group is not None:
             group.attach(self.cache, self.runner)
         if self.adapters is not None:

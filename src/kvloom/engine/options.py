@@ -58,7 +58,11 @@ TENSOR_PARALLEL = (
     "compute the model on N ranks, each with its own process and device, 1/N of the weights and 1/N of every page; "
     "--pool is the size on each rank (default: 1; docs/tensor_parallel.md)"
 )
-RANK_SECONDS = "with --tensor-parallel: seconds to wait for another rank in a step, after which the engine stops (default: 60)"
+CONTEXT_PARALLEL = (
+    "divide the context of every sequence between N processes, each with the whole weights and, in full-attention layers, "
+    "1/N of the tokens of every block; --pool is the size on each rank; CPUs only (default: 1; docs/context_parallel.md)"
+)
+RANK_SECONDS = "with --tensor-parallel or --context-parallel: seconds to wait for another rank in a step, after which the engine stops (default: 60)"
 LORA = "LoRA adapter, for requests with model=NAME; repeatable (docs/lora.md)"
 MAX_LORAS = "largest number of adapters that run at the same time; also allows adapters to be loaded later (default: as many as --lora)"
 LORA_TARGETS = "linear layers that adapters may target, separated by commas, such as q_proj,v_proj (default: all supported)"
@@ -81,6 +85,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=("auto", "random"), default="auto", help=LOAD_FORMAT)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--tensor-parallel", type=whole(1), default=1, metavar="N", help=TENSOR_PARALLEL)
+    add("--context-parallel", type=whole(1), default=1, metavar="N", help=CONTEXT_PARALLEL)
     add("--rank-seconds", type=number(0, above=True), default=60.0, metavar="S", help=RANK_SECONDS)
     add(
         "--max-context",

@@ -69,7 +69,7 @@ def check_engine(
         _check_scales(kv_dtype, kv_scales, spec)
     if spec is not None and spec.media is None:
         slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
-        if config.tensor_parallel > 1:
+        if config.rank_count > 1:
             return  # A slab of a rank is smaller. The rank checks sizes when the pool is allocated.
         for host in (text for text in tiers if scheme_of(text) == "host"):
             host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)

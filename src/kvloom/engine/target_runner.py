@@ -1,4 +1,4 @@
-"""The runner of an engine's model. With tensor parallelism every rank makes it, from the same settings."""
+"""The runner of an engine's model. Every rank makes it, from the same settings."""
 
 from __future__ import annotations
 

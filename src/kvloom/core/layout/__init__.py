@@ -2,8 +2,10 @@
 
 layer_spec    LayerSpec: fields and visibility of one layer
 pool_layout   PoolLayout: groups of layers, page sizes, the slab
+context_part  ContextPart: the tokens of a block that one of several ranks stores
 """
 
+from .context_part import WHOLE, ContextPart
 from .layer_spec import DTYPE_BYTES, PROMPT, QUANTISED, Field, LayerSpec, Order, Visibility, attention_fields
 from .pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
 
@@ -13,6 +15,8 @@ __all__ = [
     "MAX_WASTE",
     "PROMPT",
     "QUANTISED",
+    "WHOLE",
+    "ContextPart",
     "Field",
     "LayerSpec",
     "Order",

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .context_part import WHOLE, ContextPart
 from .layer_spec import LayerSpec
 
 __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
@@ -40,6 +41,8 @@ class PageGroup:
     spec: LayerSpec
     layers: tuple[str, ...]
     block_tokens: int
+    """Tokens of a block that a page contains. With context parallelism, a page of full-attention layers contains only
+    the tokens of one rank."""
     runs: int
     column: int
     """Index of the group's first page id in the list of all page ids of a block. The group's `runs` page ids start
@@ -95,15 +98,21 @@ class PoolLayout:
     groups: tuple[PageGroup, ...]
     slab_bytes: int
     block_tokens: int
+    part: ContextPart = WHOLE
+    """The part of each block that full-attention layers store on this rank."""
 
     @classmethod
     def build(
-        cls, layers: Mapping[str, LayerSpec], block_tokens: int = HASH_TOKENS, granularity: int = _ALIGN
+        cls,
+        layers: Mapping[str, LayerSpec],
+        block_tokens: int = HASH_TOKENS,
+        granularity: int = _ALIGN,
+        part: ContextPart = WHOLE,
     ) -> PoolLayout:
         """Group `layers` (name → spec), and choose the slab size and the number of pages per block of each group.
 
-        The slab size is a multiple of `granularity` (2 MiB for elastic memory). Equal specs give equal layouts on
-        every machine.
+        The slab size is a multiple of `granularity` (2 MiB for elastic memory). Full-attention layers store `part` of
+        every block. Equal specs give equal layouts on every machine and on every rank.
         """
         if block_tokens <= 0 or block_tokens % HASH_TOKENS:
             raise ValueError(f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}")
@@ -114,7 +123,9 @@ class PoolLayout:
         members: dict[LayerSpec, list[str]] = {}
         for name, spec in layers.items():
             members.setdefault(spec, []).append(name)
-        sizes = tuple((_layer_bytes(spec, block_tokens), len(names)) for spec, names in members.items())
+        divided = part.page_tokens(block_tokens)
+        tokens = {spec: divided if _is_divisible(spec) else block_tokens for spec in members}
+        sizes = tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
         slab, cuts = _choose(sizes, granularity)
         groups = []
         next_column = {"token": 0, "state": 0, "media": 0}
@@ -123,9 +134,9 @@ class PoolLayout:
             column = next_column[numbering]
             next_column[numbering] += runs
             groups.append(
-                PageGroup(index, spec, tuple(names), block_tokens, runs, column, slab // stride, stride)
+                PageGroup(index, spec, tuple(names), tokens[spec], runs, column, slab // stride, stride)
             )
-        return cls(tuple(groups), slab, block_tokens)
+        return cls(tuple(groups), slab, block_tokens, part)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
         """Return the groups of one kind: "token" (text), "state" or "media". Each kind has separate arrays of page
@@ -146,9 +157,14 @@ class PoolLayout:
         used = group.pages_per_slab * group.layer_bytes * len(group.layers) / group.runs
         return 1 - used / self.slab_bytes
 
+    def is_divided(self, group: PageGroup) -> bool:
+        """Return whether the blocks of a group are divided between ranks (context parallelism)."""
+        return group.spec.unit == "token" and group.block_tokens < self.block_tokens
+
     def bytes_per_token(self) -> int:
-        """Return the bytes of one text token over all layers that store it."""
-        return sum(g.unit_bytes for g in self.of("token"))
+        """Return the bytes of one text token over all layers that store it. With context parallelism, this is the mean
+        over the tokens of a block."""
+        return sum(g.unit_bytes * g.block_tokens // self.block_tokens for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
         """Return the number of pool bytes that a sequence of `length` text tokens uses. `media` contains the number of
@@ -188,6 +204,11 @@ class PoolLayout:
 
 def _numbering(spec: LayerSpec) -> str:
     return "media" if spec.axis == "media" else spec.unit
+
+
+def _is_divisible(spec: LayerSpec) -> bool:
+    """Return whether context parallelism divides the blocks of a layer between ranks."""
+    return spec.unit == "token" and spec.axis == "text" and not spec.visibility.windowed
 
 
 def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:

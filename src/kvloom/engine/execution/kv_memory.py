@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
+from kvloom.core import WHOLE, CheckpointPolicy, ContextPart, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.fusion import fuse
@@ -89,7 +89,10 @@ def allocate_kv_memory(
         )
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
-    layout = PoolLayout.build(spec.layers, config.block_tokens, step)
+    ranks, part = ranks_of(model), WHOLE
+    if ranks is not None and config.context_parallel > 1:
+        part = ContextPart(ranks.shard.rank, ranks.shard.count)
+    layout = PoolLayout.build(spec.layers, config.block_tokens, step, part)
     vision = vision_of(model)
     if vision is not None:
         layout = vision.extend_layout(spec.layers, layout, step)
@@ -116,7 +119,7 @@ def allocate_kv_memory(
             lora,
         )
         pool_bytes = budget.pool
-    slabs, ranks = layout.slabs_in(pool_bytes), ranks_of(model)
+    slabs = layout.slabs_in(pool_bytes)
     if ranks is not None:
         slabs = ranks.smallest(slabs)  # page ids must be valid on every rank
     if slabs < 2:

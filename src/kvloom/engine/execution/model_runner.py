@@ -29,13 +29,22 @@ import numpy as np
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, KVCache, Sequence
+from kvloom.core import WHOLE, CacheControl, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
 from kvloom.models.lora import AdapterSlots
-from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work, runs_separately
+from kvloom.models.paged import (
+    Batch,
+    BatchBuilder,
+    GraphSplitter,
+    Pages,
+    Scales,
+    Work,
+    divide_step,
+    runs_separately,
+)
 from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
@@ -64,7 +73,7 @@ class _Captured:
 
 
 class Mirror(Protocol):
-    """Repeats the calls of a runner on the other ranks of a tensor-parallel group."""
+    """Repeats the calls of a runner on the other ranks of a group."""
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
         """Let the other ranks call `ModelRunner.run`. Does not wait."""
@@ -125,6 +134,7 @@ class ModelRunner:
             scales,
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
+            self._ranks,
         )
         self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
@@ -162,6 +172,10 @@ class ModelRunner:
             decoder if decoder is not model else getattr(model, "model", None)
         )
         """The part of the model that ends with the final norm. None if this part is not a separate module."""
+        # A few families return their output matrix as decoder.
+        self._divides_steps = cache.layout.part != WHOLE and hasattr(self.decoder, "get_input_embeddings")
+        if self._divides_steps and self.decoder is not None:
+            self.decoder.register_forward_hook(self._join_hidden_states)
         self.hidden_states: list[torch.Tensor] = []
         """The hidden states after the final norm ([tokens, hidden]), one tensor for each of the works `pooled` in
         the last `run`."""
@@ -492,19 +506,22 @@ class ModelRunner:
     def _forward(
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
     ) -> torch.Tensor:
-        self.pages.begin(batch, cutter)
+        divided = None
+        if self._divides_steps and self._ranks is not None:
+            divided = divide_step(self._ranks, batch.bounds[-1])
+        self.pages.begin(batch, cutter, divided)
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:
             extra = {
                 "past_key_values": self.pages,
                 "pages": self.pages,
-                "position_ids": _model_positions(batch),
+                "position_ids": self._own_tokens(_model_positions(batch)),
             }
         if batch.seen is not None:
             # Without this argument the model skips its cross-attention layers.
             extra["cross_attention_states"] = self.pages
         if batch.embeds is None:
-            extra["input_ids"] = batch.tokens[None]
+            extra["input_ids"] = self._own_tokens(batch.tokens[None])
         else:
             extra["inputs_embeds"] = batch.embeds[None]
         adapters = nullcontext() if self._lora is None else self._lora.step(batch.adapters)
@@ -516,6 +533,15 @@ class ModelRunner:
             )
         logits: torch.Tensor = found.logits[0]
         return logits
+
+    def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of x [..., tokens] that this rank computes."""
+        return x if self.pages.divided is None else self.pages.divided.own(x, -1)
+
+    def _join_hidden_states(self, _: Any, __: Any, found: Any) -> None:
+        """Replace the hidden states of own tokens by those of all tokens, after the decoder has run."""
+        if self.pages.divided is not None:
+            found.last_hidden_state = self.pages.divided.join(found.last_hidden_state[0])[0][None]
 
 
 def _partial_sum_tokens(longest: int) -> int:

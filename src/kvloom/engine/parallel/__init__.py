@@ -1,7 +1,7 @@
-"""Tensor parallelism: one engine process with the scheduler (rank 0), and a process for each other rank.
+"""Tensor and context parallelism: one engine process with the scheduler (rank 0), and a process for each other rank.
 
     engine ── RankGroup ── step plan (shared memory) ──▶ rank 1 … N-1: ModelRunner
-       └── ModelRunner ◀────── sums between ranks (gloo, nccl) ─────────┘
+       └── ModelRunner ◀─── sums, gathers between ranks (gloo, nccl) ───┘
 
 group.py         RankGroup: starts the ranks, sends them every step, notices a rank that stops
 messages.py      the messages to a rank: a step, copies of pages
@@ -11,9 +11,9 @@ rank_adapters.py LoRA adapters on ranks
 step_channel.py  StepChannel: messages in shared memory, from rank 0 to all others
 rank_process.py  the process of a rank: loads its part of the model, then repeats the steps of rank 0
 
-Each rank computes a part of the model. The ranks add up their partial results (sums between ranks). Each rank
-has its own pool, with its part of every page. Page ids are the same on all ranks, so the block tables of rank
-0 are valid everywhere. Only rank 0 samples tokens.
+Each rank computes a part of the model, or reads a part of the context. The ranks join their partial results (sums and
+gathers between ranks). Each rank has its own pool, with its part of every page. Page ids are the same on all ranks, so
+the block tables of rank 0 are valid everywhere. Only rank 0 samples tokens.
 """
 
 from .group import RankGroup, load_ranks

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel engine, as rank 0 sees them. Starts a process for each other rank, and sends it every
+"""The ranks of an engine, as rank 0 sees them. Starts a process for each other rank, and sends it every
 step.
 
     RankGroup(…)  start the processes      connect()  ranks can add up tensors     attach(…)  steps are sent
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CopyBatch, KVCache
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.execution import ModelRunner
@@ -53,7 +54,8 @@ from .step_channel import StepChannel, create_memory
 __all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
-    *("pool_bytes", "memory_fraction", "tensor_parallel", "rank_seconds", "block_tokens", "checkpoint_every"),
+    *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
+    *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
     *("lora", "max_loras", "max_lora_rank", "lora_targets"),
 )
@@ -81,14 +83,19 @@ def load_ranks(
     threads: int | None = None,
 ) -> tuple[Any, Any, RankGroup | None]:
     """Load a model. Return the model, its tokenizer or None, and the group of the other ranks. With tensor
-    parallelism, the model is the part that rank 0 computes. Without it, the group is None. The caller passes the
+    parallelism, the model is the part that rank 0 computes. On one rank, the group is None. The caller passes the
     group to the engine. `model`, `dtype`, `device`, `load_format` and `progress` are arguments of `load`."""
-    if config.tensor_parallel == 1:
+    if config.rank_count == 1:
         return *load(model, dtype, device, load_format, progress), None
     group = RankGroup(model, config, dtype, device, load_format, threads)
     try:
         ranks = group.connect()
-        return *load(model, dtype, rank_device(device, 0), load_format, progress, ranks=ranks), group
+        divides_context = config.context_parallel > 1
+        where = rank_device(device, 0)
+        loaded = load(
+            model, dtype, where, load_format, progress, ranks=ranks, divides_context=divides_context
+        )
+        return *loaded, group
     except BaseException:
         group.close()
         raise
@@ -119,9 +126,11 @@ class RankGroup:
         load_format: LoadFormat = "auto",
         threads: int | None = None,
     ) -> None:
-        """Start a process for each rank except rank 0. The processes load their parts of the weights at the same time
-        as rank 0. Raises ValueError if there are too few GPUs."""
-        self.count = config.tensor_parallel
+        """Start a process for each rank except rank 0. The processes load their weights at the same time
+        as rank 0. Raises ValueError if there are too few GPUs, and for context parallelism on GPUs."""
+        self.count = config.rank_count
+        if device.type == "cuda" and config.context_parallel > 1:
+            raise ValueError(refused("context parallel, GPUs", count=self.count))
         if device.type == "cuda" and (device.index or 0) + self.count > torch.cuda.device_count():
             raise ValueError(
                 f"tensor_parallel {self.count} needs {self.count} GPUs, and torch sees {torch.cuda.device_count()}"
@@ -266,8 +275,12 @@ class RankGroup:
             self._check()
 
     def _check(self) -> None:
+        for number, process in enumerate(self.processes, 1):
+            # A rank that ends by itself sends a reason, which `_watch` receives.
+            if (process.poll() or 0) < 0:
+                self.fail(f"rank {number} has stopped")
         if self._failure is not None:
-            raise RankError(f"tensor parallel: {self._failure}: restart the engine")
+            raise RankError(f"ranks: {self._failure}: restart the engine")
 
     def _receive(self, number: int, kind: type[Message]) -> Message:
         """Return the next message of a rank, which must be of `kind`."""
@@ -281,12 +294,12 @@ class RankGroup:
             ended = (
                 f"ended with status {process.returncode}" if process.returncode is not None else str(error)
             )
-            raise RankError(f"tensor parallel: rank {number + 1} {ended} while it started") from error
+            raise RankError(f"rank {number + 1} {ended} while it started") from error
         message = _decoder.decode(body)
         if isinstance(message, Failed):
             raise (ValueError if message.is_refusal else RankError)(f"rank {number + 1}: {message.text}")
         if not isinstance(message, kind):
-            raise RankError(f"tensor parallel: rank {number + 1} sent {type(message).__name__}")
+            raise RankError(f"rank {number + 1} sent {type(message).__name__}")
         link.settimeout(None)
         return message
 

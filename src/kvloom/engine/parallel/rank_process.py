@@ -16,6 +16,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -95,7 +96,11 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
     config = with_step_sizes(engine_config(**start.settings), device.type == "cuda")
     _send(link, Started())
     ranks = Ranks(Shard(start.rank, start.count), Path(start.meeting), device)
-    model, _ = load(start.model, start.dtype, device, start.load_format, ranks=ranks)  # type: ignore[arg-type]
+    divides_context = config.context_parallel > 1
+    load_format: Any = start.load_format
+    model, _ = load(
+        start.model, start.dtype, device, load_format, ranks=ranks, divides_context=divides_context
+    )
     table = open_adapters(model, config)
     slots = None if table is None else table.slots
     kv = allocate_kv_memory(model, config, lora=slots)

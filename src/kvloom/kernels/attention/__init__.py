@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from .cascade import SharedRun, SharedRuns, find_shared_runs, is_worth_sharing, visible_shared_runs
 from .cold import KVPages, add_cold_attention
 from .cpu_plan import ReferencePlan
-from .dense import attend_dense, merge_outputs, supports_dense
+from .dense import attend_dense, merge_many, merge_outputs, supports_dense
 from .mask import FULL, Mask
 from .plan import Plan, decode_plan, prefill_plan
 from .prefill_backends import QueryRows
@@ -64,6 +64,7 @@ __all__ = [
     "find_shared_runs",
     "installed_libraries",
     "is_worth_sharing",
+    "merge_many",
     "merge_outputs",
     "plan_capacity",
     "prefill_plan",

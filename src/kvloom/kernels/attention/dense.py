@@ -26,7 +26,7 @@ from .prefill_backends import (
     span_list,
 )
 
-__all__ = ["attend_dense", "cudnn_attend", "cudnn_supports", "merge_outputs", "supports_dense"]
+__all__ = ["attend_dense", "cudnn_attend", "cudnn_supports", "merge_many", "merge_outputs", "supports_dense"]
 
 
 def attend_dense(
@@ -127,6 +127,13 @@ def merge_outputs(
     out.copy_(mixed / total.masked_fill(total == 0, 1.0)[..., None])
     lse.copy_(safe + total.log())
     return out, lse
+
+
+def merge_many(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
+    """Merge the results of attention over several disjoint sets of tokens: outputs [sets, tokens, heads, dim] and natural
+    log-sum-exps [sets, tokens, heads]. Return the merged outputs. Every query must see a token of one of the sets."""
+    weights = (lses - lses.logsumexp(0)).exp_()
+    return (outs * weights[..., None]).sum(0)
 
 
 def cudnn_attend(

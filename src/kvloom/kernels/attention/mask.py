@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvloom.core import Visibility
+from kvloom.core import WHOLE, ContextPart, Visibility
 
 __all__ = ["FULL", "SPAN_NUMBERS", "Mask"]
 
@@ -28,10 +28,14 @@ class Mask:
     | `spans` ([queries])                 | image ids, -1 for text; queries of the same image see each other in |
     |                                     | both directions                                                     |
     | `trees` ([queries, longest], uint8) | draft trees                                                         |
+    | `part`                              | the tokens that the pages contain, if another rank has the others   |
 
     `trees[i, j]` is 0 if query i does not see query j of its own sequence. Otherwise it is 1 plus the position
     of query j, counted from the first query of the sequence. Every query sees itself. Branches of a tree have
     the same positions, but different slots. Windows count positions, not slots.
+
+    With a `part`, a query sees only tokens in these pages. The lengths of sequences still count all tokens. Only the
+    oracle supports parts, without trees and images.
     """
 
     span: Visibility = FULL
@@ -39,3 +43,4 @@ class Mask:
     sinks: torch.Tensor | None = None
     trees: torch.Tensor | None = None
     spans: torch.Tensor | None = None
+    part: ContextPart = WHOLE

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.core import WHOLE
 from kvloom.kernels.dtypes import accumulator_dtype
 
 from .mask import Mask
@@ -67,6 +68,8 @@ def attend(
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
+    if mask is not None and mask.part != WHOLE and not (mask.trees is None and mask.spans is None):
+        raise ValueError("pages with a part of the tokens support neither draft trees nor images")
     rows = _Rows(np.array(bounds, dtype=np.int64), np.array(counted, dtype=np.int64))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layer = _Layer(q, k, v, tables, mask or Mask(), scale, k_scale, v_scale)
@@ -170,7 +173,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
     # query.
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
-    block_tokens = layer.k.shape[1]
+    block_tokens = layer.k.shape[1] * layer.mask.part.count
     # In a tree, the position of a query may be smaller than that of the slot.
     least = position if layer.mask.trees is None else rows.context_lengths[row]
     block = layer.mask.span.first_visible_each(np.maximum(least, 0)) // block_tokens
@@ -280,11 +283,13 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Non
         torch.bmm(a, b, out=target)
 
 
-def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
+def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, page_tokens: int) -> Bools:
     """Return which tokens each query sees, as a mask [n pieces, c queries, t tokens]. The first of the t tokens is the
-    first token of the piece's first block."""
+    first token of the piece's first page."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
-    token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
+    token = (pieces.block * page_tokens)[:, None, None] + np.arange(pieces.blocks.max() * page_tokens)
+    if mask.part != WHOLE:
+        token = mask.part.positions(token, page_tokens)
     seen: Bools = token <= position
     if mask.trees is not None or mask.spans is not None:
         own = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvloom.core import WHOLE
 from kvloom.kernels.dtypes import FLOAT_DTYPES, PAGE_DTYPES, QUANTISED_DTYPES
 
 from .mask import Mask
@@ -171,6 +172,10 @@ def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: 
 
 
 def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
+    if mask.part != WHOLE:
+        raise ValueError(
+            "the GPU kernels read whole blocks, and the mask has a part of each block: use a CPU"
+        )
     if mask.sinks is not None and (mask.sinks.shape != (shape.heads,) or not mask.sinks.is_contiguous()):
         raise ValueError(
             f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads, side by side"

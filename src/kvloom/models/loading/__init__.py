@@ -10,6 +10,7 @@ from .fingerprint import model_fingerprint, vision_fingerprint
 from .loader import (
     LoadFormat,
     choose_device,
+    divide_context,
     language_model_class,
     load,
     load_vision,
@@ -23,6 +24,7 @@ from .loader import (
 __all__ = [
     "LoadFormat",
     "choose_device",
+    "divide_context",
     "language_model_class",
     "load",
     "load_vision",

@@ -31,7 +31,9 @@ from kvloom.models.sharding import (
     check_pages,
     find_cuts,
     install_collectives,
+    set_ranks,
     shard_config,
+    split_head,
 )
 from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
 from kvloom.models.vision import VISION_FAMILIES
@@ -42,6 +44,7 @@ from .quantisation import check_packages, prepare_quantisation, quantisation_met
 __all__ = [
     "LoadFormat",
     "choose_device",
+    "divide_context",
     "language_model_class",
     "load",
     "load_vision",
@@ -85,23 +88,29 @@ def load(
     progress: bool = False,
     seed: int = 0,
     ranks: Ranks | None = None,
+    divides_context: bool = False,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function.
+    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. With
+    `divides_context`, the ranks divide the context instead, and each of them gets the whole model.
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
     checks run before any weight is read.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
+    if divides_context:
+        _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
-        if ranks is not None:
+        if ranks is not None and not divides_context:
             loaded = _shard(model, config, kind, where, load_format, seed, ranks)
         elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
             loaded = _weights(model, config, kind, where)
     prepare(loaded)
+    if ranks is not None and divides_context:
+        divide_context(loaded, ranks)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
 
 
@@ -464,6 +473,25 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
     if separation_reason(model) is not None:
         return refused("tensor parallel, own cache", model=type(model).__name__)
     return None
+
+
+def divide_context(model: Any, ranks: Ranks) -> None:
+    """Let the ranks divide the context of every sequence. Each rank has the whole `model`, but computes the logits of
+    only a part of the vocabulary. Raises ModelError if the attention of the model cannot be divided."""
+    _check_context(model)
+    split_head(model, ranks)
+    set_ranks(model, ranks)
+
+
+def _check_context(model: Any) -> None:
+    """Raise ModelError if ranks cannot divide the context of a model. The model needs no weights."""
+    reason = None
+    if model.config.model_type in VISION_FAMILIES:
+        reason = refused("context parallel, images")
+    elif separation_reason(model) is not None:
+        reason = refused("context parallel, own cache", model=type(model).__name__)
+    if reason is not None:
+        raise ModelError(f"{type(model).__name__}: {reason}")
 
 
 @contextmanager

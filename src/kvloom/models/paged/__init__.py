@@ -8,6 +8,7 @@
 | own_cache         | models that need transformers' own cache: one sequence after the other   |
 | sequence_cache    | the cache of one sequence of a model in `own_cache`                      |
 | latents           | MLA attention of long prompts, with expanded keys and values             |
+| divided_step      | a step whose tokens are divided between ranks (context parallelism)      |
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels      |
 | cross_attention   | layers that attend to images                                             |
 | image_inputs      | a prompt's images as data                                                |
@@ -22,6 +23,7 @@
 from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .dense_linear import is_dense, is_dense_weight, replace_up_projections
+from .divided_step import DividedStep, divide_step
 from .empty_cache import EmptyCache
 from .family_exceptions import (
     REFUSED_FAMILIES,
@@ -48,6 +50,7 @@ __all__ = [
     "REFUSED_FAMILIES",
     "Batch",
     "BatchBuilder",
+    "DividedStep",
     "EmptyCache",
     "GraphSplitter",
     "HiddenStates",
@@ -64,6 +67,7 @@ __all__ = [
     "attend",
     "cache_argument",
     "checkpoint_of",
+    "divide_step",
     "fingerprint",
     "forward_arguments",
     "hidden_states_field",

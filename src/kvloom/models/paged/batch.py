@@ -96,7 +96,8 @@ class Batch:
     | field                | meaning                                                                                          |
     |----------------------|--------------------------------------------------------------------------------------------------|
     | tables[group]        | page ids [runs, rows, blocks]                                                                    |
-    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`                |
+    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`; -1 if another |
+    |                      | rank stores the token (context parallelism)                                                      |
     | pages[group], places | page id of each token, and its place (offset) inside the page; slots are computed from both      |
     | last                 | index of each sequence's last token                                                              |
     | states[group], fresh | page ids of state groups [runs, rows]; `fresh` marks sequences that begin without a state        |
@@ -635,7 +636,12 @@ class BatchBuilder:
             lengths=torch.from_numpy(numbers.lengths.astype(np.int32)),
             last=torch.from_numpy(numbers.starts[1:] - 1),
             tables={group.index: tables[group.columns] for group in tokens},
-            slots={group.index: slots[group.columns] for group in tokens},
+            slots={
+                group.index: self._own_slots(at[group.columns], numbers.positions, group.block_tokens)
+                if self.cache.layout.is_divided(group)
+                else slots[group.columns]
+                for group in tokens
+            },
             pages={group.index: pages[group.columns] for group in tokens},
             places=torch.from_numpy(places),
             states={group.index: states[group.columns] for group in kept},
@@ -647,6 +653,11 @@ class BatchBuilder:
             replays=bool((numbers.source == REPLAYED).any()),
             adapters=None if numbers.adapters is None else AdapterRows.on_host(numbers.adapters),
         )
+
+    def _own_slots(self, pages: Ints, positions: Ints, page_tokens: int) -> torch.Tensor:
+        """Return the slots of a group whose blocks are divided between ranks."""
+        places = self.cache.layout.part.places(positions, self._block)
+        return torch.from_numpy(np.where(places < 0, -1, pages * page_tokens + places))
 
     def _batch(
         self,

@@ -152,7 +152,13 @@ def wrap_mixer(module: Any) -> None:
         states = PackedStates(view.fields, rows, drafts)
         token = current_states.set(states)
         try:
-            return inner(hidden_states, *args, **{**kwargs, argument: states})
+            if pages.divided is None:
+                return inner(hidden_states, *args, **{**kwargs, argument: states})
+            (every,) = pages.divided.join(hidden_states[0])
+            found = inner(every[None], *args, **{**kwargs, argument: states})
+            if isinstance(found, tuple):
+                return pages.divided.own(found[0], 1), *found[1:]
+            return pages.divided.own(found, 1)
         finally:
             current_states.reset(token)
 

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from kvloom.core import PoolLayout, Visibility
+from kvloom.core import WHOLE, PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
     KVPages,
@@ -35,6 +35,7 @@ from kvloom.kernels.attention import (
     add_cold_attention,
     decode_plan,
     is_worth_sharing,
+    merge_many,
     plan_capacity,
     prefill_plan,
     split_dim,
@@ -44,9 +45,11 @@ from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.fused import RMSNorm
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
+from kvloom.models.sharding import Ranks
 from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
+from .divided_step import DividedStep
 from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
 from .latents import Absorbed, ExpandedPlan, absorb, into_latent_space, out_of_latent_space
@@ -97,14 +100,22 @@ class Pages(EmptyCache):
         scales: Scales | None = None,
         piece: int = 0,
         prefix: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         """A target and a draft model may share the pool. `prefix` selects the model whose layers are used: "" selects
         the target, and `DRAFT_PREFIX` selects the draft model.
 
         `scales` are the static scales of quantised layers that do not store scales in their pages. If `piece` is
         not 0, attention and states are batch-invariant. Attention then sums `piece` tokens at a time.
+
+        With context parallelism, the blocks of `layout` are divided between `ranks`.
         """
         self.layout, self.device, self._piece = layout, buffer.device, piece
+        if layout.part != WHOLE and ranks is None:
+            raise ValueError("the blocks of this layout are divided between ranks: pass `ranks`")
+        self._ranks = ranks if layout.part != WHOLE else None
+        self.divided: DividedStep | None = None
+        """The tokens of the step that this rank computes. None if it computes all of them."""
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
         self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
@@ -160,10 +171,14 @@ class Pages(EmptyCache):
                 pool_fields = self._views[int(found[1])][0].fields  # has the static scales
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
-    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
+    def begin(
+        self, batch: Batch, splitter: GraphSplitter | None = None, divided: DividedStep | None = None
+    ) -> None:
         """Set the step that the next execution of the model computes. With a `splitter`, this execution does not
-        compute attention. The splitter gets the attention call of each layer instead."""
+        compute attention. The splitter gets the attention call of each layer instead. If the step is `divided`, the
+        model gets only the tokens of this rank."""
         self._batch, self._splitter = batch, splitter
+        self.divided = divided
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._expanded = None
@@ -276,7 +291,7 @@ class Pages(EmptyCache):
             write(
                 fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
             )
-        elif not key.is_cuda and fields["k"].dtype == key.dtype:
+        elif not key.is_cuda and fields["k"].dtype == key.dtype and not self._is_divided(view):
             at = (
                 batch.pages[view.group][view.run],
                 batch.places,
@@ -291,6 +306,10 @@ class Pages(EmptyCache):
                 fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
+
+    def _is_divided(self, view: LayerView) -> bool:
+        """Return whether the blocks of a layer are divided between ranks."""
+        return self.layout.is_divided(self.layout.groups[view.group])
 
     def _write_rotated(
         self,
@@ -321,7 +340,8 @@ class Pages(EmptyCache):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values of a layer ([1, heads, tokens, dim]) to its pages. Then return attention of
-        packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v].
+        packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v]. If the step is divided, all these
+        tensors have only the tokens of this rank.
 
         `latent_values` is the number of dims of a latent that are values. `rotary` is (cos, sin), each [1, tokens,
         dim] with every angle twice. It is used only in steps that a CUDA graph computes. In these steps, queries are
@@ -329,6 +349,8 @@ class Pages(EmptyCache):
         """
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        if self.divided is not None:
+            query, new_k, new_v = self.divided.join(query, new_k, new_v)
         if rotary is None:
             self._write(view, new_k, new_v)
         else:
@@ -464,6 +486,10 @@ class Pages(EmptyCache):
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span, some)
+        if self._is_divided(view):
+            return self._read_divided(
+                plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks
+            )
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
@@ -479,7 +505,31 @@ class Pages(EmptyCache):
                 add_cold_attention(found[part], lse[part], query[part], host, pages[column], scale, softcap)
         if out is not None and query.dtype != own:
             return out.copy_(found)
+        if self.divided is not None:
+            found = self.divided.own(found)
         return found.to(own)
+
+    def _read_divided(
+        self,
+        plan: Plan,
+        query: torch.Tensor,
+        pages: KVPages,
+        tables: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of packed queries over pages whose blocks are divided between ranks. Every rank reads its part
+        of the blocks. The results of all ranks are merged by log-sum-exp. Sinks count only on rank 0. If the step is
+        divided, `query` has all tokens of the step, and the result only own tokens."""
+        part, ranks = self.layout.part, self._ranks
+        assert ranks is not None
+        mask = Mask(plan.span, softcap, None if part.rank else sinks, part=part)
+        out, lse = plan.attend(query, pages.k, pages.v, tables, mask, scale, pages.k_scale, pages.v_scale)
+        assert lse is not None
+        found = torch.cat((out.to(lse.dtype), lse[..., None]), -1)
+        every = ranks.gather(found) if self.divided is None else self.divided.exchange(found)
+        return merge_many(every[..., :-1], every[..., -1]).to(query.dtype)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
         """Return the pages of a layer and the tokens of the step, for `cpu.attention_step`. Return None if that
@@ -490,6 +540,7 @@ class Pages(EmptyCache):
                 batch.spans is None
                 and batch.trees is None
                 and batch.cold is None
+                and self.divided is None
                 and not batch.replayed
                 and self._splitter is None
                 and not self._piece
@@ -501,7 +552,7 @@ class Pages(EmptyCache):
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
             fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
-            fits = fits and not span.has_holes
+            fits = fits and not span.has_holes and not self._is_divided(view)
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:

@@ -13,7 +13,7 @@ A rank's model is an ordinary Hugging Face model with fewer heads and narrower l
 fusions therefore need no changes.
 """
 
-from .collectives import LayerCut, cut_of, install_collectives, is_summed, ranks_of
+from .collectives import LayerCut, cut_of, install_collectives, is_summed, ranks_of, set_ranks, split_head
 from .cuts import Cuts, find_cuts
 from .ranks import RankError, Ranks, Shard
 from .shard_config import check_pages, shard_config
@@ -30,5 +30,7 @@ __all__ = [
     "install_collectives",
     "is_summed",
     "ranks_of",
+    "set_ranks",
     "shard_config",
+    "split_head",
 ]

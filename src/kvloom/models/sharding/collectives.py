@@ -24,7 +24,7 @@ from torch.nn import functional
 from .cuts import Cuts, Range, cut_axis
 from .ranks import Ranks
 
-__all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of"]
+__all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of", "set_ranks", "split_head"]
 
 
 class LayerCut(NamedTuple):
@@ -57,9 +57,14 @@ def is_summed(layer: Any) -> bool:
 
 
 def ranks_of(model: Any) -> Ranks | None:
-    """Return the group of a model that has a part of the weights. None for a whole model."""
+    """Return the group of a model that several ranks compute. None for a model on one rank."""
     found: Ranks | None = vars(model).get("ranks")
     return found
+
+
+def set_ranks(model: Any, ranks: Ranks) -> None:
+    """Set the group that computes a model."""
+    vars(model)["ranks"] = ranks
 
 
 def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> None:
@@ -77,8 +82,8 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
             module.register_forward_hook(lambda _, __, found: ranks.sum(found))
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
-    _split_head(model, ranks)
-    vars(model)["ranks"] = ranks
+    split_head(model, ranks)
+    set_ranks(model, ranks)
 
 
 def _is_linear(module: Any) -> bool:
@@ -138,7 +143,7 @@ def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
     own.is_fused = True
 
 
-def _split_head(model: Any, ranks: Ranks) -> None:
+def split_head(model: Any, ranks: Ranks) -> None:
     """Let each rank compute the logits of a part of the vocabulary. If the vocabulary cannot be divided, every rank
     computes all logits."""
     head, shard = model.get_output_embeddings(), ranks.shard

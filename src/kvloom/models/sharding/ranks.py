@@ -1,4 +1,4 @@
-"""One rank's view of its tensor-parallel group: the number of the rank, and sums and gathers between all
+"""One rank's view of its group: the number of the rank, and sums and gathers between all
 ranks.
 
 The group is not torch's default process group, so a process may have several groups, one after the other or
@@ -81,6 +81,12 @@ class Ranks:
         self._wait(self._group.allgather([list(out.unbind(0))], [x.contiguous()]))
         return out
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Send `x[i]` to rank i. Return what all ranks have sent to this rank, in the order of ranks: [ranks, …]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._wait(self._group.alltoall_base(out, x.contiguous(), [], []))
+        return out
+
     def share(self, x: torch.Tensor) -> None:
         """Overwrite a tensor by that of rank 0."""
         self._wait(self._group.broadcast([x]))
@@ -99,7 +105,7 @@ class Ranks:
             call.wait()
         except RuntimeError as error:
             raise RankError(
-                f"rank {self.shard}: another rank of the tensor-parallel group has stopped, or has not answered for "
+                f"rank {self.shard}: another rank of the group has stopped, or has not answered for "
                 f"{self._seconds:g} s: restart the engine ({_first_line(error)})"
             ) from error
 

@@ -147,7 +147,7 @@ def load_engine(start: Start) -> Engine:
 def _exit(reason: str) -> None:
     """End the process because another rank (process) of the model has stopped. The API process then starts a new
     engine."""
-    print(f"tensor parallel: {reason}; the engine restarts", file=sys.stderr, flush=True)
+    print(f"ranks: {reason}; the engine restarts", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -1,0 +1,222 @@
+"""Context parallelism: ranks that divide the context generate the tokens of one rank, which are those of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.models.paged import divided_step
+from kvloom.models.sharding import RankError
+from kvloom.models.specs import ModelError
+from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
+from tests.engine.thread_ranks import context_engine
+from tests.engines import make_engine
+from tests.models.zoo import NEW, expected, prompts_of, tiny
+
+FAMILIES = (
+    *("llama", "gemma3_text", "qwen3_next", "bamba", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"),
+    *("gemma2", "qwen2 with windows", "cohere2", "qwen3_moe", "jamba", "falcon_h1", "nemotron_h", "mamba2"),
+    "modernbert-decoder",
+)
+
+
+@contextmanager
+def ranks(model: Any, count: int, pool_bytes: int = POOL, **settings: Any) -> Iterator[Engine]:
+    engine = context_engine(model, count, pool_bytes=pool_bytes, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
+    model, prompts = made(family), prompts_of(3, (40, 33, 7))
+    wanted = expected(model, prompts)
+    with ranks(model, 2, token_budget=16) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "bamba"])
+def test_four_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
+    model, prompts = made(family), prompts_of(4, (70, 33, 7))
+    wanted = expected(model, prompts)
+    with ranks(model, 4, token_budget=24) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_dtype": "int8"},
+        {"speculate": "ngram"},
+        {"ahead": True},
+        {"token_budget": 16, "max_running": 2, "block_tokens": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("least", [1, 10**6], ids=["divided steps", "whole steps"])
+@pytest.mark.parametrize("family", ["llama", "bamba", "gpt_oss"])
+def test_settings_give_the_tokens_of_one_rank(
+    family: str, least: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", least)
+    model, prompts = made(family), prompts_of(5, (40, 18, 3)) * 2
+    one = make_engine(made(family), POOL, **settings)
+    wanted = generate(one, prompts)
+    with ranks(model, 2, **settings) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_a_context_that_does_not_fit_the_pool_of_one_rank_runs_on_two(family: str) -> None:
+    (prompt,) = prompts_of(7, (900,))
+
+    def model() -> Any:
+        return made(family, max_position_embeddings=1024)
+
+    length = len(prompt) + NEW
+    whole = make_engine(model(), POOL).layout.slab_bytes_for(length)
+    pool = whole * 7 // 8
+    with pytest.raises(ValueError, match="pool"):
+        make_engine(model(), pool, token_budget=64).add(prompt, GREEDY)
+    with ranks(model(), 2, pool, token_budget=64) as engine:
+        assert engine.layout.slab_bytes_for(length) <= pool < whole
+        assert generate(engine, [prompt]) == expected(model(), [prompt])
+
+
+def test_hits_forks_and_preemption_give_the_tokens_of_one_rank() -> None:
+    """A pool of few pages preempts; samples fork the prompt; a second round hits the prefix cache."""
+    prompts = prompts_of(6, (40, 40, 41))
+    several = SamplingParams(max_tokens=30, temperature=1.0, n=2, seed=7, ignore_eos=True)
+    slab = make_engine(made("llama"), POOL).layout.slab_bytes
+    found = []
+    for count in (1, 2):
+        config = {"token_budget": 16, "max_running": 8}
+        if count == 1:
+            engine = make_engine(made("llama"), 20 * slab, **config)
+        else:
+            engine = context_engine(made("llama"), 2, pool_bytes=10 * slab, **config)
+        first = generate(engine, prompts, several)
+        again = [engine.add(prompt, several) for prompt in prompts]
+        engine.run()
+        assert any(request.cached_tokens for request in again)
+        found.append((first, [list(sample.tokens) for request in again for sample in request.family]))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -> None:
+    for family, divided in (
+        ("llama", {"full"}),
+        ("gemma3_text", {"full"}),
+        ("bamba", {"full"}),
+        ("mamba2", set()),
+    ):
+        whole = make_engine(made(family), POOL).layout
+        with ranks(made(family), 2) as engine:
+            pairs = list(zip(engine.layout.groups, whole.groups, strict=True))
+        halves = {mine.spec.kind for mine, theirs in pairs if mine.layer_bytes * 2 == theirs.layer_bytes}
+        equal = {mine.spec.kind for mine, theirs in pairs if mine.layer_bytes == theirs.layer_bytes}
+        assert (halves, halves & equal) == (divided, set())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor_parallel": 2}, "either the weights or the context"),
+        ({"tiers": ["host:1MiB"]}, "tiers store only whole pages"),
+        ({"speculate": "draft=x"}, "runs on one rank only"),
+        ({"max_loras": 1}, "merge the adapter"),
+        ({"max_pool_bytes": 1 << 30}, "one fixed size"),
+        ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "use kv_scales dynamic"),
+        ({"batch_invariant": True}, "no batch-invariant kernel"),
+    ],
+)
+def test_settings_that_ranks_do_not_support_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(context_parallel=2, **settings)
+    EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("count", [0, 3, 32])
+def test_the_number_of_ranks_must_divide_a_block(count: int) -> None:
+    with pytest.raises(ValueError, match="does not divide block_tokens 16"):
+        EngineConfig(context_parallel=count)
+
+
+def test_models_without_divisible_attention_are_refused() -> None:
+    with pytest.raises(ModelError, match="transformers' own cache"):
+        context_engine(tiny("rwkv"), 2, pool_bytes=POOL)
+    with pytest.raises(ValueError, match="give the model's folder"):
+        make_engine(tiny("llama"), POOL, context_parallel=2)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_stops_the_group_with_an_error(tmp_path: Path) -> None:
+    """Ranks are processes. They generate, then one is killed."""
+    made("llama").save_pretrained(tmp_path)
+    prompts = prompts_of(3, (40, 20, 7))
+    wanted = expected(made("llama"), prompts)
+    llm = LLM(str(tmp_path), context_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    try:
+        found = llm.generate(prompts, GREEDY)
+        assert [[*p, *r.outputs[0].token_ids] for p, r in zip(prompts, found, strict=True)] == wanted
+        assert llm.engine.group is not None
+        rank = llm.engine.group.processes[0]
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait(30)
+        with pytest.raises(RankError, match=r"has stopped|restart the engine"):
+            llm.generate(prompts, GREEDY)
+    finally:
+        llm.close()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_divide_the_tokens_of_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 1)
+    model, prompts = made(family), prompts_of(8, (40, 33, 7))
+    wanted = expected(model, prompts)
+    with ranks(model, 2, token_budget=19) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+def test_a_rank_computes_its_part_of_the_tokens_of_a_prompt() -> None:
+    model, prompts = made("llama"), prompts_of(9, (81, 20))
+    wanted, counts = expected(model, prompts), []
+    with ranks(model, 2) as engine:
+        embedding = engine.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, args, __: counts.append(args[0].shape[1]))
+        assert generate(engine, prompts) == wanted
+    assert counts[:2] == [51, 2]  # half of the prompts, then the next token of each
+
+
+def test_embeddings_and_prompt_logprobs_of_divided_steps_are_those_of_one_rank() -> None:
+    prompt = prompts_of(10, (70,))[0]
+    pooled = SamplingParams(max_tokens=1, temperature=0, pooling="mean")
+    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+    def results(engine: Engine) -> tuple[Any, list[float]]:
+        embedding, logprobs = engine.add(prompt, pooled), engine.add(prompt, scored)
+        engine.run()
+        pairs = zip(prompt[1:], logprobs.prompt_logprobs[1:], strict=True)
+        return embedding.embedding, [one[token].logprob for token, one in pairs if one is not None]
+
+    wanted = results(make_engine(made("llama"), POOL))
+    with ranks(made("llama"), 2) as engine:
+        found = results(engine)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-3, abs=1e-4)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-3, abs=1e-4)
+    assert len(found[1]) == len(prompt) - 1
