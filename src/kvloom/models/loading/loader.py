@@ -34,7 +34,7 @@ from kvloom.models.sharding import (
     shard_config,
 )
 from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
-from kvloom.models.vision import VISION_FAMILIES
+from kvloom.models.vision import AUDIO_FAMILIES, VISION_FAMILIES
 
 from .probe import examine
 from .quantisation import check_packages, prepare_quantisation, quantisation_method
@@ -112,14 +112,15 @@ def load_vision(
     load_format: LoadFormat = "auto",
     progress: bool = False,
 ) -> Any:
-    """Return a model on `device` that can only encode images. The layers of its text part are not loaded. The
-    arguments are those of `load`. Raises ModelError if the model takes no images.
+    """Return a model on `device` that can only encode images and audio clips. The layers of its text part are not
+    loaded. The arguments are those of `load`. Raises ModelError if the model takes neither.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
-    if config.model_type not in VISION_FAMILIES:
+    families = {**VISION_FAMILIES, **AUDIO_FAMILIES}
+    if config.model_type not in families:
         raise ModelError(
-            f"{model}: model type {config.model_type!r} takes no images; the families that do: "
-            f"{', '.join(sorted(VISION_FAMILIES))}"
+            f"{model}: model type {config.model_type!r} takes no images and no audio; the families that do: "
+            f"{', '.join(sorted(families))}"
         )
     with progress_bars(progress):
         if (
@@ -177,8 +178,14 @@ def _drop_text(model: Any) -> None:
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
     """Return the transformers config of a folder or hub id. For random weights, a config.json or the name of a known
-    model is also accepted. Code inside a checkpoint is never run.
+    model is also accepted. Of Qwen Omni, only the part that generates text is returned. Code inside a checkpoint is
+    never run.
     """
+    config = _whole_config(model, load_format)
+    return getattr(config, "thinker_config", config)
+
+
+def _whole_config(model: str, load_format: LoadFormat) -> Any:
     from transformers import AutoConfig
 
     path = Path(model)
@@ -265,10 +272,19 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 def language_model_class(config: Any) -> tuple[Any, Any]:
     """Return the transformers class that runs a config as a language model, and the part of the config that this
     class takes."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+    )
 
     mapping = AutoModelForCausalLM._model_mapping
-    if config.model_type in VISION_FAMILIES:
+    if config.model_type in AUDIO_FAMILIES:
+        mapping = AutoModelForMultimodalLM._model_mapping
+        if type(config) not in mapping:
+            mapping = AutoModelForSeq2SeqLM._model_mapping
+    elif config.model_type in VISION_FAMILIES:
         mapping = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")
@@ -459,7 +475,7 @@ def sharding_refusal(config: Any, count: int) -> str | None:
 
 def _reason_against_sharding(config: Any, model: Any) -> str | None:
     """Return a reason that does not depend on the number of ranks, or None. `model` may be without data."""
-    if config.model_type in VISION_FAMILIES:
+    if config.model_type in VISION_FAMILIES or config.model_type in AUDIO_FAMILIES:
         return refused("tensor parallel, images")
     if separation_reason(model) is not None:
         return refused("tensor parallel, own cache", model=type(model).__name__)
