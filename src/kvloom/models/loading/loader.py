@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,6 +56,7 @@ __all__ = [
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
+_ALIGNMENT = 64
 _BUILDING = threading.Lock()
 """Transformers changes torch's default dtype while it builds a model, so only one thread builds at a time."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -382,9 +384,9 @@ def _source(model: str) -> dict[str, Any]:
 def _reading_by_tensor() -> Iterator[None]:
     """In this context, transformers reads one tensor of a safetensors file at a time. Otherwise it would map all files
     into memory until the last weight is loaded. It reads in up to four threads, so four tensors may be in host memory
-    beside those of the model."""
+    beside those of the model. A tensor whose dtype changes is converted into memory of exactly its size."""
     from safetensors import safe_open
-    from transformers import modeling_utils
+    from transformers import core_model_loading, modeling_utils
 
     def opened(file: str, framework: str, device: str = "cpu", **options: Any) -> Any:
         try:
@@ -392,15 +394,34 @@ def _reading_by_tensor() -> Iterator[None]:
         except TypeError:  # safetensors before 0.8 can only map a file
             return safe_open(file, framework=framework, device=device, **options)
 
-    own = getattr(modeling_utils, "safe_open", None)
-    if own is None:  # a version of transformers that reads files in another way
+    def materialize(part: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor: torch.Tensor = part[...]
+        if device is not None and torch.device(device).type != "cpu":
+            return tensor.to(device=device, dtype=dtype)
+        return _converted(tensor, dtype)
+
+    with ExitStack() as stack:
+        for module, name, replacement in (
+            (modeling_utils, "safe_open", opened),
+            (core_model_loading, "_materialize_copy", materialize),
+        ):
+            own = getattr(module, name, None)
+            if own is not None:  # else a version of transformers that reads files in another way
+                setattr(module, name, replacement)
+                stack.callback(setattr, module, name, own)
         yield
-        return
-    modeling_utils.safe_open = opened
-    try:
-        yield
-    finally:
-        modeling_utils.safe_open = own
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor of the CPU in another dtype. Torch's allocator may round each tensor up to whole huge pages, so
+    that a model needs up to a third more memory. Memory of numpy has no such rounding."""
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    size = tensor.numel() * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    target = torch.from_numpy(memory[start : start + size]).view(dtype).view(tensor.shape)
+    return target.copy_(tensor)
 
 
 def _shard(
