@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvloom.cli import main
 from kvloom.core import CacheControl
 from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
+from kvloom.engine.encoding.image_pages import pack, unpack
 from kvloom.models.loading import load, load_vision, refusal
 from kvloom.models.vision import Vision, vision_of
 from tests.engines import make_engine
@@ -259,3 +261,26 @@ def test_granite_speech_with_an_adapter_is_refused_with_the_way_to_serve_it() ->
     assert refusal(config) is None
     config.has_lora_adapter = True
     assert "a LoRA adapter that only prompts with audio use" in str(refusal(config))
+
+
+def test_an_engine_uses_handed_over_embeddings_of_clips_and_images() -> None:
+    family = OMNI[0]
+    model, clip, image = audio_model(family), clip_of(family, 0), image_of("qwen2_5_vl", 1)
+    prompt = prompt_of(family, words(1, 9), clip, words(2, 3), image, words(3, 20))
+    wanted = expected(family, model, prompt, [image, clip], NEW)
+    encoder, engine = Vision(audio_model(family)), engine_of(model)
+    given = [encoder.read_image(one) for one in (image, clip)]  # not in the order of the prompt
+    assert engine.vision is not None
+    assert engine.images_to_request(prompt, given, CacheControl()) == [0, 1], "token counts are not known"
+    sent = [unpack(pack({}, dict(one.inputs)))[1] for one in given]  # as an encode worker gets them
+    handed = [
+        replace(one, embeddings=encoder.embed(encoder.read_image(tensors)))
+        for one, tensors in zip(given, sent, strict=True)
+    ]
+    request = engine.add(prompt, GREEDY, images=handed)
+    engine.run()
+    assert request.tokens == wanted
+    assert engine.vision.encoder_runs == 0
+    assert engine.images_to_request(prompt, given, CacheControl()) == [], "a cached prefix covers both"
+    other = [encoder.read_image(image), encoder.read_image(clip_of(family, 3))]
+    assert engine.images_to_request(prompt, other, CacheControl()) == [1], "the pool has the image"
