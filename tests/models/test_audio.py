@@ -207,6 +207,13 @@ def test_prompts_of_text_and_wav_files_go_through_the_models_processor(
             for form in ([(clip, 16_000) for clip in clips], [wav(clip, width=4) for clip in clips]):
                 [result] = llm.generate({"prompt": prompt, "audio": form}, GREEDY)
                 assert [*result.prompt_token_ids, *result.outputs[0].token_ids] == wanted[text]
+    for number in (1, 2):
+        with pytest.raises(
+            ValueError, match=r"of 1\.5 seconds is longer than the 1\.0 seconds that the model takes"
+        ):
+            llm.generate(
+                {"prompt": "<|AUDIO|>" * number, "audio": [(recording(1, 1.5), 16_000)] * number}, GREEDY
+            )
     with pytest.raises(ValueError, match="takes no images here"):
         llm.generate({"prompt": "Look", "images": [torch.zeros(3, 8, 8)]}, GREEDY)
     llm.close()

@@ -55,6 +55,7 @@ def ask(server: Running, content: Any, **fields: Any) -> tuple[int, Any]:
     return status, answer
 
 
+@pytest.mark.slow
 def test_clips_give_generates_tokens_and_hit_the_cache(hearing: Running, made: tuple[Path, Any, Any]) -> None:
     _, model, processor = made
     clips = [wav(recording(1), width=4), wav(recording(2), width=4)]
@@ -80,6 +81,7 @@ def test_clips_give_generates_tokens_and_hit_the_cache(hearing: Running, made: t
     assert status == 200, answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -90,6 +92,7 @@ def test_clips_give_generates_tokens_and_hit_the_cache(hearing: Running, made: t
         ([link("https://example.com/a.wav")], "nothing is fetched from the network"),
         ([link("data:audio/wav,abc")], "a data URL needs base64"),
         ([{"type": "audio_url"}], "a part of type audio_url needs"),
+        ([part(wav(recording(1, 1.5)))], "longer than the 1.0 seconds that the model takes"),
         ([part(wav(recording(1, 2.0)))] * 2, "last 4.0 seconds; the limit is 3 (--max-audio-seconds)"),
         ([part(wav(recording(1, rate=16_001), rate=16_001))], "16001 samples per second cannot be converted"),
     ],

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["clip_tensors", "encode_image_prompt", "load_processor"]
 
+FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
+"""Names of the mask that separates the frames of a clip from padding, in the output of processors."""
+
 
 def load_processor(model: str) -> Any:
     """Load the processor of a folder or hub id. Raises ValueError if there is no processor. Takes seconds."""
@@ -48,6 +51,8 @@ def encode_image_prompt(
     made = processor(text=text, **given, return_tensors="pt", **options)
     ids: list[int] = made["input_ids"][0].tolist()
     if len(clips) < 2:
+        for samples in clips:
+            _check_whole(processor, samples, made)
         return ids, vision.split(made)
     pictures = vision.split({name: part for name, part in made.items() if "feature" not in name})
     return ids, [*pictures, *(_clip_tensors(processor, vision, clip) for clip in clips)]
@@ -62,8 +67,25 @@ def clip_tensors(processor: Any, vision: Vision, clip: Any) -> Any:
 
 def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
     """Return the tensors of one clip. Each clip is processed alone, so that they do not depend on other clips."""
-    [tensors] = vision.split(processor(text=processor.audio_token, audio=[samples], return_tensors="pt"))
+    made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
+    _check_whole(processor, samples, made)
+    [tensors] = vision.split(made)
     return tensors
+
+
+def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
+    """Raise ValueError if a processor has cut off the end of a clip. Processors do this without an error."""
+    hop = getattr(getattr(processor, "feature_extractor", None), "hop_length", None)
+    mask = next((made[name] for name in FRAME_MASKS if name in made), None)
+    if hop is None or mask is None:
+        return
+    kept = int(mask.sum()) * int(hop)
+    if kept < len(samples) - int(hop):
+        rate = _rate(processor)
+        raise ValueError(
+            f"an audio clip of {len(samples) / rate:.1f} seconds is longer than the {kept / rate:.1f} seconds that the "
+            "model takes: send a shorter one, or several"
+        )
 
 
 def _rate(processor: Any) -> int:
