@@ -34,8 +34,8 @@ REFUSED = {
     "draft model, images": Refused(
         "engine",
         "speculate draft=MODEL, mtp, eagle=FOLDER",
-        "a vision model",
-        "draft models and heads read no images: use speculate ngram or suffix with a vision model",
+        "a vision or audio model",
+        "draft models and heads read neither images nor audio: use speculate ngram or suffix with this model",
     ),
     "draft model, head": Refused(
         "engine",
@@ -127,7 +127,7 @@ REFUSED = {
     "lora, vision": Refused(
         "engine",
         "LoRA adapters",
-        "the image part of a vision model",
+        "the image or audio part of a model",
         "{layer} is not part of the text model, and requests with other adapters share the embeddings of images: target "
         "layers of the text model",
     ),
@@ -246,14 +246,21 @@ REFUSED = {
     "public messages, images": Refused(
         "request",
         "cache.public_messages",
-        "images",
-        "cache: the token positions of messages are unknown until images are expanded: send public_tokens, or no images",
+        "images, audio",
+        "cache: the token positions of messages are unknown until images and audio are expanded: send public_tokens, or "
+        "text only",
     ),
     "images, model": Refused(
         "request",
         "images",
         "a model without an image part",
         "{where}: model {model!r} accepts no images: {reason}; send text",
+    ),
+    "audio, model": Refused(
+        "request",
+        "audio",
+        "a model without an audio part",
+        "{where}: model {model!r} accepts no audio: {reason}; send text",
     ),
     "batch_invariant, dtype": Refused(
         "engine",
@@ -294,8 +301,8 @@ REFUSED = {
     "tensor parallel, images": Refused(
         "engine",
         "tensor_parallel",
-        "a vision model",
-        "its image part has no rule for several ranks: set tensor_parallel to 1",
+        "a vision or audio model",
+        "its image or audio part has no rule for several ranks: set tensor_parallel to 1",
     ),
     "tensor parallel, quantised weights": Refused(
         "engine",

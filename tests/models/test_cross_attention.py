@@ -349,7 +349,7 @@ def test_what_a_processor_makes_is_taken_apart_and_the_family_is_not_refused() -
     for one, other in zip(apart, shown, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name].flatten(), other[name].flatten()) for name in one)
-    assert len(vision.embed(vision.sample())) == TILES * 17
+    assert len(vision.embed(vision.samples()[0])) == TILES * 17
 
 
 def test_prompts_of_text_and_pictures_go_through_the_models_processor() -> None:

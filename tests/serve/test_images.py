@@ -204,7 +204,7 @@ def test_refused_images_get_400_and_the_server_goes_on(sighted: Running, allowed
         ([part(url(picture(5, 90, 90)))], "the limit is 5,000"),
         ([part(image)] * 4, "more than 3 images"),
         ([part(image), text("<image>")], "control tokens"),
-        ([part(image), {"type": "input_audio"}], "'input_audio' are not supported"),
+        ([part(image), {"type": "input_audio"}], "accepts no audio"),
     ):
         status, answer = ask(sighted, content)
         assert status == 400, (content, answer)
@@ -324,7 +324,7 @@ def test_tenants_take_turns_at_the_decoder_and_a_cancelled_request_is_dropped(
     prompts.submit(message(5, "a", good, most=2))
     [(refused, why)] = taken(prompts, 1)
     assert refused.id == 5
-    assert "3 prompt tokens, with those of the images, exceed the limit of 2" in str(why)
+    assert "3 prompt tokens, with those of the images and audio clips, exceed the limit of 2" in str(why)
 
 
 @pytest.mark.slow

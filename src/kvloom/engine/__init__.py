@@ -11,7 +11,8 @@
     speculation/          draft tokens: proposers, verification, the number of draft tokens
     offload/              pages between the pool and the tiers
     encoding/             encode workers: image embeddings by hash
-    image_prompts.py      prompts of text and images, by the model's processor
+    image_prompts.py      prompts of text, images and audio clips, by the model's processor
+    audio_clips.py        samples of WAV files, at the sampling rate of the model
     adapter_table.py      AdapterTable: LoRA adapters by name, and their slots on the device
     parallel/             tensor parallelism: a process for each rank
     target_runner.py      target_runner: the runner of the model, equal on all ranks
@@ -28,6 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .audio_clips import wav_seconds
     from .calibration import Calibration, calibrate
     from .config import EngineConfig, OffloadConfig, Role, engine_config
     from .encoding import Encoder, open_encoder
@@ -88,9 +90,11 @@ __all__ = [
     "open_offload",
     "opened_tiers",
     "use_threads",
+    "wav_seconds",
 ]
 
 _MODULES = {
+    "audio_clips": ("wav_seconds",),
     "calibration": ("Calibration", "calibrate"),
     "config": ("EngineConfig", "OffloadConfig", "Role", "engine_config"),
     "encoding": ("Encoder", "open_encoder"),

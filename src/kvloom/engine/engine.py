@@ -316,6 +316,7 @@ class Engine:
         priority: int = 0,
         text: bool = False,
         images: Many[Any] = (),
+        audio: Many[Any] = (),
         grammar: Grammar | None = None,
         resume: Many[int] = (),
         offers_pages: bool = False,
@@ -332,6 +333,7 @@ class Engine:
         | `priority`     | a request with a larger value runs first and is preempted last                               |
         | `text`         | decode each token when it arrives (about 20 µs), so that the text can be streamed            |
         | `images`       | one entry per image, in the order of the placeholders: the output of the model's processor (a mapping of tensors), or pixels |
+        | `audio`        | one entry per audio clip, in the order of the placeholders: the output of the model's processor for this clip |
         | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |
         | `resume`       | output tokens that another engine generated; the request continues after them                |
         | `offers_pages` | offload the pages of each computed chunk at once, so that another worker can load them       |
@@ -352,7 +354,7 @@ class Engine:
         control = self._with_known_lossy(control or CacheControl())
         adapter, activation = self._adapter_of(lora, ids)
         control = _with_adapter(control, adapter, activation)
-        image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
+        image_inputs = self._prepare_images(tokens, images, audio, control)
         if control.public_tokens:
             media = () if image_inputs is None else tuple(image_inputs.media)
             media = media if activation is None else (*media, activation)
@@ -475,13 +477,14 @@ class Engine:
         if all(map(self.vision.has_count, images)):
             if awaits_peer is not None:
                 return []
-            media = self.vision.read_prompt(prompt, images, control.tenant).media
-            match = self.cache.match(prompt, control, media)
-            needed = [
-                i
-                for i, item in enumerate(media)
+            found = self.vision.read_prompt(prompt, images, control.tenant)
+            match = self.cache.match(prompt, control, found.media)
+            missing = [
+                image
+                for image, item in zip(found.images, found.media, strict=True)
                 if item.stop > match.resume and not self.cache.has_media(match, item)
             ]
+            needed = [i for i in needed if any(images[i] is image for image in missing)]
         store = self.vision.store
         return [i for i in needed if store is None or not store.has(images[i])]
 
@@ -898,11 +901,16 @@ class Engine:
         return self._grammars
 
     def _prepare_images(
-        self, tokens: tuple[int, ...], images: Many[Any], control: CacheControl
-    ) -> ImageInputs:
+        self, tokens: tuple[int, ...], images: Many[Any], audio: Many[Any], control: CacheControl
+    ) -> ImageInputs | None:
+        """Return the images and clips of a prompt, or None if it has neither. Raises ValueError if the model does not
+        support them, or if they do not match the prompt."""
+        if not (len(images) or len(audio)):
+            return None
         if self.vision is None:
-            raise ValueError(Vision.refusal(self.model))
-        return self.vision.read_prompt(tokens, images, control.tenant, control.read, control.store)
+            raise ValueError(Vision.refusal(self.model, "images" if len(images) else "audio"))
+        every = [*images, *audio]
+        return self.vision.read_prompt(tokens, every, control.tenant, control.read, control.store)
 
     def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for a prompt or parameters that can never run."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MODEL, elapsed, number, token_ids, whole
 
+from .audio_clips import wav_seconds
 from .options import add_engine_arguments, engine_settings
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     image = "image of a vision model, for the next placeholder (such as <image>) in every prompt; repeatable"
     add("--image", action="append", default=[], metavar="FILE", help=image)
+    audio = (
+        "WAV file of an audio model, for the next placeholder (such as <|AUDIO|>) in every prompt; repeatable"
+    )
+    add("--audio", action="append", default=[], metavar="FILE", help=audio)
     add(
         "--max-tokens",
         type=whole(1),
@@ -102,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
     prompts: list[Any] = [*_texts(args.prompts), *map(token_ids, args.tokens)]
     if not prompts:
         raise ValueError("there is no prompt: give a PROMPT or --tokens; - reads standard input")
-    if args.image:
-        images = [_image(name) for name in args.image]
-        prompts = [{"prompt": prompt, "images": images} for prompt in prompts]
+    if args.image or args.audio:
+        images, audio = [_image(name) for name in args.image], [_audio(name) for name in args.audio]
+        prompts = [{"prompt": prompt, "images": images, "audio": audio} for prompt in prompts]
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
     samples = max(args.n, args.best_of or 1, args.beam_width)
     if args.stream and (len(prompts) > 1 or samples > 1 or args.json):
@@ -198,6 +203,16 @@ def _image(name: str) -> Any:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"--image {name}: cannot read an image: {error}") from None
+
+
+def _audio(name: str) -> bytes:
+    """Return the bytes of a WAV file. Raises ValueError if the file cannot be decoded."""
+    try:
+        data = Path(name).read_bytes()
+        wav_seconds(data)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--audio {name}: {error}") from None
+    return data
 
 
 def _schema(given: str | None) -> str | None:

@@ -1,16 +1,21 @@
-"""Reads prompts of text and images with the model's processor. The result is token ids with expanded placeholders,
-and the tensors of each image.
+"""Reads prompts of text, images and audio clips with the model's processor. The result is token ids with expanded
+placeholders, and the tensors of each image and clip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from .audio_clips import clip_samples
 
 if TYPE_CHECKING:
     from kvloom.models.vision import Vision
 
-__all__ = ["encode_image_prompt", "load_processor"]
+__all__ = ["clip_tensors", "encode_image_prompt", "load_processor"]
+
+FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
+"""Names of the mask that separates the frames of a clip from padding, in the output of processors."""
 
 
 def load_processor(model: str) -> Any:
@@ -20,16 +25,73 @@ def load_processor(model: str) -> Any:
     try:
         return AutoProcessor.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"images need the model's processor, which cannot be loaded: {error}") from error
+        raise ValueError(
+            f"images and audio need the model's processor, which cannot be loaded: {error}"
+        ) from error
 
 
 def encode_image_prompt(
-    processor: Any, vision: Vision, text: str, images: Sequence[Any], **options: Any
+    processor: Any,
+    vision: Vision,
+    text: str,
+    images: Sequence[Any] = (),
+    audio: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[list[int], list[Any]]:
-    """Return the token ids of a text with placeholders, and its images in the form that the engine accepts.
+    """Return the token ids of a text with placeholders, and its images and clips in the form that the engine accepts.
+    A clip is the bytes of a WAV file, or (samples, rate).
 
     `options` are passed to the processor. Runs on the CPU and uses no state of the engine, so any thread may call
     this function.
     """
-    made = processor(text=text, images=list(images), return_tensors="pt", **options)
-    return made["input_ids"][0].tolist(), vision.split(made)
+    given: dict[str, Any] = {"images": list(images)} if images else {}
+    clips = [clip_samples(clip, _rate(processor)) for clip in audio]
+    if clips:
+        given["audio"] = clips
+    made = processor(text=text, **given, return_tensors="pt", **options)
+    ids: list[int] = made["input_ids"][0].tolist()
+    if len(clips) < 2:
+        for samples in clips:
+            _check_whole(processor, samples, made)
+        return ids, vision.split(made)
+    pictures = vision.split({name: part for name, part in made.items() if "feature" not in name})
+    return ids, [*pictures, *(_clip_tensors(processor, vision, clip) for clip in clips)]
+
+
+def clip_tensors(processor: Any, vision: Vision, clip: Any) -> Any:
+    """Return the tensors of a clip, which is the bytes of a WAV file, (samples, rate), or already tensors."""
+    if isinstance(clip, Mapping):
+        return clip
+    return _clip_tensors(processor, vision, clip_samples(clip, _rate(processor)))
+
+
+def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
+    """Return the tensors of one clip. Each clip is processed alone, so that they do not depend on other clips."""
+    made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
+    _check_whole(processor, samples, made)
+    [tensors] = vision.split(made)
+    return tensors
+
+
+def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
+    """Raise ValueError if a processor has cut off the end of a clip. Processors do this without an error."""
+    hop = getattr(getattr(processor, "feature_extractor", None), "hop_length", None)
+    mask = next((made[name] for name in FRAME_MASKS if name in made), None)
+    if hop is None or mask is None:
+        return
+    kept = int(mask.sum()) * int(hop)
+    if kept < len(samples) - int(hop):
+        rate = _rate(processor)
+        raise ValueError(
+            f"an audio clip of {len(samples) / rate:.1f} seconds is longer than the {kept / rate:.1f} seconds that the "
+            "model takes: send a shorter one, or several"
+        )
+
+
+def _rate(processor: Any) -> int:
+    """Return the sampling rate of a model."""
+    for part in ("feature_extractor", "audio_processor"):
+        rate = getattr(getattr(processor, part, None), "sampling_rate", None)
+        if rate:
+            return int(rate)
+    return 16_000

@@ -7,7 +7,8 @@
     for delta in llm.stream("Once upon a time"):
         print(delta.text, end="")
 
-A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [...]} for a vision model.
+A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [...], "audio": [...]} for a model that
+takes images or audio clips. A clip is the bytes of a WAV file, or (samples, rate).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, Objective, Pin
 from kvloom.models.loading import LoadFormat, choose_device
 from kvloom.models.specs import folder_of
+from kvloom.models.vision import Vision
 
 from .config import engine_config
 from .encoding import RemoteEncoders
 from .engine import Engine
 from .execution import default_token_budget, use_threads
-from .image_prompts import encode_image_prompt, load_processor
+from .image_prompts import clip_tensors, encode_image_prompt, load_processor
 from .offload import opened_tiers
 from .parallel import load_ranks
 from .preflight import check_engine
@@ -97,7 +99,7 @@ class LLM:
     | `dtype`, `device`, `load_format` | dtype, device and format of the weights; `load_format` "random" creates   |
     |                                  | weights from a config                                                     |
     | `tokenizer`, `processor`         | replace the tokenizer and processor of the model's folder; a processor is |
-    |                                  | loaded with the first image                                               |
+    |                                  | loaded with the first image or audio clip                                 |
     | `threads`                        | CPU threads of torch for this process (None: the rule in                  |
     |                                  | execution/threads.py)                                                     |
     | `progress`                       | show progress bars while loading and preparing                            |
@@ -350,11 +352,16 @@ class LLM:
         try:
             for prompt, mine, cached, name in zip(many, each, controls, names, strict=True):
                 with_text = text and self.tokenizer is not None
-                ids, images = self._read_prompt(prompt)
-                if images and self.engine.encoders is not None:
-                    images = self._encoded(self.engine.encoders, ids, images, cached or CacheControl())
+                ids, images, audio = self._read_prompt(prompt)
+                if (images or audio) and self.engine.encoders is not None:
+                    images = self._encoded(
+                        self.engine.encoders, ids, [*images, *audio], cached or CacheControl()
+                    )
+                    audio = []
                 requests.append(
-                    self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo, lora=name)
+                    self.engine.add(
+                        ids, mine, cached, text=with_text, images=images, audio=audio, slo=slo, lora=name
+                    )
                 )
         except BaseException:
             self._cancel(requests)
@@ -394,27 +401,42 @@ class LLM:
                 self.engine.step()
                 bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
-    def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any]]:
-        """Return the token ids of a prompt, and its images in the form that the engine accepts."""
+    def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any], list[Any]]:
+        """Return the token ids of a prompt, and its images and audio clips in the form that the engine accepts. Both
+        may be in the list of images."""
         if not isinstance(prompt, Mapping):
-            return self._ids(prompt), []
-        if "prompt" not in prompt or prompt.keys() - {"prompt", "images"}:
+            return self._ids(prompt), [], []
+        if "prompt" not in prompt or prompt.keys() - {"prompt", "images", "audio"}:
             raise ValueError(
-                f"a prompt needs the key 'prompt', and may have 'images'; got {', '.join(map(repr, prompt))}"
+                f"a prompt needs the key 'prompt', and may have 'images' and 'audio'; got "
+                f"{', '.join(map(repr, prompt))}"
             )
-        words, images = prompt["prompt"], list(prompt.get("images") or ())
-        if not images or self.engine.vision is None:
-            return self._ids(words), images
+        words, images, audio = (
+            prompt["prompt"],
+            list(prompt.get("images") or ()),
+            list(prompt.get("audio") or ()),
+        )
+        vision = self.engine.vision
+        for kind, given in (("images", images), ("audio", audio)):
+            reason = Vision.refusal(self.engine.model, kind) if given else None
+            if reason is not None:
+                raise ValueError(reason)
+        if not (images or audio) or vision is None:
+            return self._ids(words), [], []
         if isinstance(words, str):
-            return encode_image_prompt(self._processor(), self.engine.vision, words, images)
+            return *encode_image_prompt(self._processor(), vision, words, images, audio), []
         if not all(isinstance(image, Mapping | torch.Tensor) for image in images):
-            images = self.engine.vision.split(self._processor().image_processor(images, return_tensors="pt"))
-        return self._ids(words), images
+            images = vision.split(self._processor().image_processor(images, return_tensors="pt"))
+        if not all(isinstance(clip, Mapping) for clip in audio):
+            audio = [clip_tensors(self._processor(), vision, clip) for clip in audio]
+        return self._ids(words), images, audio
 
     def _processor(self) -> Any:
         if self.processor is None:
             if self._folder is None:
-                raise ValueError("images need the model's processor: pass LLM(model, processor=...)")
+                raise ValueError(
+                    "images and audio need the model's processor: pass LLM(model, processor=...)"
+                )
             self.processor = load_processor(self._folder)
         return self.processor
 

@@ -143,6 +143,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--max-image-bytes", type=size, default="16MiB", metavar="SIZE", help=encoded)
     pixels = "largest number of pixels of all images of one request (default: 33554432)"
     add("--max-image-pixels", type=whole(1), default=1 << 25, metavar="N", help=pixels)
+    clips = "largest number of audio clips of one request (default: 16)"
+    add("--max-audio-clips", type=whole(1), default=16, metavar="N", help=clips)
+    recorded = "largest number of encoded bytes of all audio clips of one request (default: 16MiB)"
+    add("--max-audio-bytes", type=size, default="16MiB", metavar="SIZE", help=recorded)
+    seconds = "longest duration of all audio clips of one request, in seconds (default: 600)"
+    add("--max-audio-seconds", type=number(0, above=True), default=600.0, metavar="S", help=seconds)
 
 
 def _add_chat(group: argparse._ArgumentGroup) -> None:
@@ -226,6 +232,9 @@ def run(args: argparse.Namespace) -> int:
         image_bytes=args.max_image_bytes,
         image_pixels=args.max_image_pixels,
         image_folders=tuple(_image_folder(folder) for folder in args.image_dir),
+        clips=args.max_audio_clips,
+        audio_bytes=args.max_audio_bytes,
+        audio_seconds=args.max_audio_seconds,
     )
     if args.record is not None and args.no_metrics:
         raise ValueError(refused("record, no metrics"))

@@ -21,12 +21,16 @@ MAX_IMAGES = 100_000
 
 
 def image_hashes(body: dict[str, Any], tenant: str) -> list[bytes]:
-    """Return one hash for each image of a chat. The hash covers the tenant and the image's URL. O(bytes of the
-    URLs)."""
+    """Return one hash for each image and audio clip of a chat. The hash covers the tenant and the URL or base64 text.
+    O(bytes of these texts)."""
     salt = blake2b(tenant.encode(errors="replace"), digest_size=16).digest()
     return [
         blake2b(salt + url.encode(errors="replace"), digest_size=16).digest() for url in _image_urls(body)
     ]
+
+
+_CONTENTS = (("image_url", "url"), ("audio_url", "url"), ("input_audio", "data"))
+"""Fields of content parts with an image or audio clip, and the key of its content."""
 
 
 def _image_urls(body: dict[str, Any]) -> Iterator[str]:
@@ -34,10 +38,11 @@ def _image_urls(body: dict[str, Any]) -> Iterator[str]:
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
-            image = part.get("image_url") if isinstance(part, dict) else None
-            url = image.get("url") if isinstance(image, dict) else image
-            if isinstance(url, str):
-                yield url
+            for name, key in _CONTENTS if isinstance(part, dict) else ():
+                given = part.get(name)
+                url = given.get(key) if isinstance(given, dict) else given
+                if isinstance(url, str):
+                    yield url
 
 
 class EncoderChooser:

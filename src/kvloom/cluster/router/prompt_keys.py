@@ -232,9 +232,10 @@ def _public_tokens(body: dict[str, Any]) -> int:
 
 
 def _is_image(part: Any) -> bool:
-    """Whether a part of a message is an image. The type of such parts has different names in chats, in the Responses
-    API and in the Messages API."""
-    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+    """Whether a part of a message is an image or an audio clip. The type of such parts has different names in chats, in
+    the Responses API and in the Messages API."""
+    types = ("image_url", "input_image", "image", "input_audio", "audio_url")
+    return isinstance(part, dict) and part.get("type") in types
 
 
 def _digest(part: Any, size: int) -> str:

@@ -143,7 +143,8 @@ def _trial(
     )
     torch.cuda.reset_peak_memory_stats(device)
     if vision is not None:
-        vision.embed(vision.sample())
+        for sample in vision.samples():
+            vision.embed(sample)
     runner.try_replay()  # its plans stay allocated
     slot = 0 if lora is None else 1
     works = [

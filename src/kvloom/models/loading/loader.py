@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +37,7 @@ from kvloom.models.sharding import (
     split_head,
 )
 from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
-from kvloom.models.vision import VISION_FAMILIES
+from kvloom.models.vision import AUDIO_FAMILIES, VISION_FAMILIES
 
 from .probe import examine
 from .quantisation import check_packages, prepare_quantisation, quantisation_method
@@ -58,6 +59,7 @@ __all__ = [
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
+_ALIGNMENT = 64
 _BUILDING = threading.Lock()
 """Transformers changes torch's default dtype while it builds a model, so only one thread builds at a time."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -121,14 +123,15 @@ def load_vision(
     load_format: LoadFormat = "auto",
     progress: bool = False,
 ) -> Any:
-    """Return a model on `device` that can only encode images. The layers of its text part are not loaded. The
-    arguments are those of `load`. Raises ModelError if the model takes no images.
+    """Return a model on `device` that can only encode images and audio clips. The layers of its text part are not
+    loaded. The arguments are those of `load`. Raises ModelError if the model takes neither.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
-    if config.model_type not in VISION_FAMILIES:
+    families = {**VISION_FAMILIES, **AUDIO_FAMILIES}
+    if config.model_type not in families:
         raise ModelError(
-            f"{model}: model type {config.model_type!r} takes no images; the families that do: "
-            f"{', '.join(sorted(VISION_FAMILIES))}"
+            f"{model}: model type {config.model_type!r} takes no images and no audio; the families that do: "
+            f"{', '.join(sorted(families))}"
         )
     with progress_bars(progress):
         if (
@@ -186,8 +189,14 @@ def _drop_text(model: Any) -> None:
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
     """Return the transformers config of a folder or hub id. For random weights, a config.json or the name of a known
-    model is also accepted. Code inside a checkpoint is never run.
+    model is also accepted. Of Qwen Omni, only the part that generates text is returned. Code inside a checkpoint is
+    never run.
     """
+    config = _whole_config(model, load_format)
+    return getattr(config, "thinker_config", config)
+
+
+def _whole_config(model: str, load_format: LoadFormat) -> Any:
     from transformers import AutoConfig
 
     path = Path(model)
@@ -274,10 +283,19 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 def language_model_class(config: Any) -> tuple[Any, Any]:
     """Return the transformers class that runs a config as a language model, and the part of the config that this
     class takes."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+    )
 
     mapping = AutoModelForCausalLM._model_mapping
-    if config.model_type in VISION_FAMILIES:
+    if config.model_type in AUDIO_FAMILIES:
+        mapping = AutoModelForMultimodalLM._model_mapping
+        if type(config) not in mapping:
+            mapping = AutoModelForSeq2SeqLM._model_mapping
+    elif config.model_type in VISION_FAMILIES:
         mapping = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")
@@ -375,9 +393,9 @@ def _source(model: str) -> dict[str, Any]:
 def _reading_by_tensor() -> Iterator[None]:
     """In this context, transformers reads one tensor of a safetensors file at a time. Otherwise it would map all files
     into memory until the last weight is loaded. It reads in up to four threads, so four tensors may be in host memory
-    beside those of the model."""
+    beside those of the model. A tensor whose dtype changes is converted into memory of exactly its size."""
     from safetensors import safe_open
-    from transformers import modeling_utils
+    from transformers import core_model_loading, modeling_utils
 
     def opened(file: str, framework: str, device: str = "cpu", **options: Any) -> Any:
         try:
@@ -385,15 +403,34 @@ def _reading_by_tensor() -> Iterator[None]:
         except TypeError:  # safetensors before 0.8 can only map a file
             return safe_open(file, framework=framework, device=device, **options)
 
-    own = getattr(modeling_utils, "safe_open", None)
-    if own is None:  # a version of transformers that reads files in another way
+    def materialize(part: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor: torch.Tensor = part[...]
+        if device is not None and torch.device(device).type != "cpu":
+            return tensor.to(device=device, dtype=dtype)
+        return _converted(tensor, dtype)
+
+    with ExitStack() as stack:
+        for module, name, replacement in (
+            (modeling_utils, "safe_open", opened),
+            (core_model_loading, "_materialize_copy", materialize),
+        ):
+            own = getattr(module, name, None)
+            if own is not None:  # else a version of transformers that reads files in another way
+                setattr(module, name, replacement)
+                stack.callback(setattr, module, name, own)
         yield
-        return
-    modeling_utils.safe_open = opened
-    try:
-        yield
-    finally:
-        modeling_utils.safe_open = own
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor of the CPU in another dtype. Torch's allocator may round each tensor up to whole huge pages, so
+    that a model needs up to a third more memory. Memory of numpy has no such rounding."""
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    size = tensor.numel() * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    target = torch.from_numpy(memory[start : start + size]).view(dtype).view(tensor.shape)
+    return target.copy_(tensor)
 
 
 def _shard(
@@ -468,7 +505,7 @@ def sharding_refusal(config: Any, count: int) -> str | None:
 
 def _reason_against_sharding(config: Any, model: Any) -> str | None:
     """Return a reason that does not depend on the number of ranks, or None. `model` may be without data."""
-    if config.model_type in VISION_FAMILIES:
+    if config.model_type in VISION_FAMILIES or config.model_type in AUDIO_FAMILIES:
         return refused("tensor parallel, images")
     if separation_reason(model) is not None:
         return refused("tensor parallel, own cache", model=type(model).__name__)

@@ -99,6 +99,11 @@ SEPARATE: dict[str, str] = {
 
 def refusal_reason(config: Any) -> str | None:
     """Return the reason why a family is refused by name, or None."""
+    if getattr(config, "has_lora_adapter", False):  # Granite Speech
+        return (
+            "its checkpoint has a LoRA adapter that only prompts with audio use: move the adapter to another folder, "
+            "set has_lora_adapter to false in config.json, and serve it with lora NAME=FOLDER"
+        )
     return REFUSED_FAMILIES.get(config.model_type) or REFUSED_FAMILIES.get(
         config.get_text_config(decoder=True).model_type
     )

@@ -1,4 +1,6 @@
-"""The images of a prompt as data: the model inputs, and the prompt tokens of each image."""
+"""The images and audio clips of a prompt as data: the model inputs, and the prompt tokens of each.
+
+An audio clip is processed like an image. In the names of this file, "image" means both."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image, and the digest of its content. `read` states whether the embeddings may be
+    """The model inputs of one image or audio clip, and the digest of its content. `read` states whether the embeddings may be
     loaded from tiers, and `store` whether they may be stored in tiers. `tenant` is the owner of the embeddings.
     `embeddings` ([tokens, hidden]) are set if an encode worker computed them."""
 

@@ -93,6 +93,7 @@ def model_spec(
     states. With `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
+    config = config.get("thinker_config") or config  # of Qwen Omni, only the part that generates text runs
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
     fields = Config(text, family.defaults, family.names)

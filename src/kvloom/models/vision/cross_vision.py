@@ -27,6 +27,7 @@ from kvloom.kernels.write import write
 from kvloom.models.paged import Batch, Image, ImageGroup, ImageInputs, VisibleImages, Work
 
 from .encoder import Vision
+from .towers import Tensors
 
 __all__ = [
     "CrossVision",
@@ -37,8 +38,8 @@ INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def vision_of(model: Any) -> Vision | None:
-    """Return the image part of a model, or None if the model supports no images."""
-    if Vision.refusal(model):
+    """Return the image and audio part of a model, or None if the model supports neither."""
+    if Vision.refusal(model) and Vision.refusal(model, "audio"):
         return None
     cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
     return CrossVision(model) if cross_views else Vision(model)
@@ -49,8 +50,8 @@ class CrossVision(Vision):
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, model.base_model
-        self.inputs = INPUTS
-        self.token = int(model.config.image_token_id)
+        self._towers = [_CrossTower(model)]
+        self.token = self._towers[0].token
         self.bidirectional = self.uses_mrope = False
         weight = model.get_input_embeddings().weight
         self._width = weight.shape[1]
@@ -140,21 +141,6 @@ class CrossVision(Vision):
             upload(np.concatenate(real), self._device),
         )
 
-    def embed(self, image: Image) -> torch.Tensor:
-        """Run the vision tower. Return the states of an image for cross attention ([tokens, hidden]), without
-        padding tiles.
-        """
-        pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
-        self.encoder_runs += 1
-        with torch.inference_mode():
-            found = self._base.vision_model(
-                pixel_values=pixels.to(self._dtype)[None, None],
-                aspect_ratio_ids=ratio.view(1, 1),
-                aspect_ratio_mask=mask.view(1, 1, -1),
-            ).last_hidden_state[0, 0]
-            states = self._base.multi_modal_projector(found[mask.bool()])
-            return states.flatten(0, 1).to(self._dtype)  # type: ignore[no-any-return]
-
     def _count(self, image: Image) -> int:
         tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
         return tiles * int(self._base.vision_model.num_patches)
@@ -162,12 +148,23 @@ class CrossVision(Vision):
     def has_count(self, image: Image) -> bool:
         return True
 
-    def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it as an `Image`. The image is checked here, because a later error in the vision
+
+class _CrossTower:
+    """The image tower of a model with cross-attention layers. Its embeddings are states that these layers read."""
+
+    noun = "image"
+    inputs: tuple[str, ...] = INPUTS
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._base = model, model.base_model
+        self.token = int(model.config.image_token_id)
+
+    def shaped(self, given: Tensors) -> Tensors:
+        """Check the tensors of an image and return them. They are checked here, because a later error in the vision
         tower would affect all requests of a step."""
-        image = super()._image(given, tenant)
-        pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
+        pixels, ratio, mask = (given[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
+        pixels = pixels[None] if pixels.dim() == 3 else pixels
         masks = mask.numel() == wanted[0] and bool(mask.any()) and bool(((mask == 0) | (mask == 1)).all())
         if tuple(pixels.shape) != wanted or not masks or ratio.numel() != 1:
             raise ValueError(
@@ -176,7 +173,18 @@ class CrossVision(Vision):
             )
         if ratio.is_floating_point() or not 1 <= int(ratio) <= known:
             raise ValueError(f"aspect_ratio_ids {ratio.tolist()} is none of the model's: 1 to {known}")
-        return image
+        return {**given, "pixel_values": pixels}
+
+    def embed(self, inputs: Tensors) -> torch.Tensor:
+        """Run the vision tower. Return the states of an image ([tokens, hidden]), without padding tiles."""
+        pixels, ratio, mask = (inputs[name] for name in INPUTS)
+        found = self._base.vision_model(
+            pixel_values=pixels[None, None],
+            aspect_ratio_ids=ratio.view(1, 1),
+            aspect_ratio_mask=mask.view(1, 1, -1),
+        ).last_hidden_state[0, 0]
+        states: torch.Tensor = self._base.multi_modal_projector(found[mask.bool()])
+        return states.flatten(0, 1)
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:
@@ -186,13 +194,11 @@ class CrossVision(Vision):
         high, wide = (size, size) if isinstance(size, int) else size
         return int(config.max_num_tiles), int(config.num_channels), int(high), int(wide)
 
-    def sample(self) -> Image:
+    def sample(self) -> Tensors:
         tiles = torch.ones(self._shape[0], dtype=torch.int64)
-        return self._image(
-            dict(zip(INPUTS, (torch.zeros(self._shape), torch.tensor([1]), tiles), strict=True))
-        )
+        return dict(zip(INPUTS, (torch.zeros(self._shape), torch.tensor([1]), tiles), strict=True))
 
-    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+    def split(self, made: Mapping[str, Any]) -> list[Tensors]:
         pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
         shown = torch.nonzero(
             ratios

@@ -1,11 +1,14 @@
-"""Images in prompts: embeddings that replace placeholder tokens, rotary positions, and masks between image tokens.
+"""Images and audio clips in prompts: embeddings that replace placeholder tokens, rotary positions, and masks between
+image tokens.
 
     prompt   | text | image tokens … | text |          found by `Vision.read_prompt`, cached by image content
     a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
-The vision tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool
-(`embeddings`) until they are evicted. A family is supported only if it merges embeddings and processes images in no
-other way. Other families are refused by name.
+An audio clip is processed like an image, by a tower of its own (`towers`). In this folder "image" means both.
+
+A tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool (`embeddings`) until
+they are evicted. A family is supported only if it merges embeddings and processes images in no other way. Other
+families are refused by name.
 """
 
 from __future__ import annotations
@@ -28,35 +31,15 @@ from kvloom.kernels.memory import LayerView
 from kvloom.models.paged import Batch, Image, ImageInputs, Work
 
 from .embeddings import Embeddings, with_embeddings
+from .towers import AUDIO_FAMILIES, GRID, VISION_FAMILIES, AudioTower, ImageTower, Tensors, Tower
 
-__all__ = ["VISION_FAMILIES", "EmbeddingStore", "Vision"]
+__all__ = ["EmbeddingStore", "Vision"]
 
 Ints = npt.NDArray[np.int64]
 
-VISION_FAMILIES: dict[str, bool] = {
-    "aya_vision": False,
-    "cohere2_vision": False,
-    "gemma3": True,
-    "glm4v": False,
-    "glm4v_moe": False,
-    "internvl": False,
-    "llama4": False,
-    "llava": False,
-    "mistral3": False,
-    "mllama": False,
-    "qwen2_5_vl": False,
-    "qwen2_vl": False,
-    "qwen3_vl": False,
-    "qwen3_vl_moe": False,
-    "vipllava": False,
-}
-"""Supported families by model type, and whether the tokens of an image see each other in both directions."""
-
-GRID, SIZE = "image_grid_thw", "image_sizes"
-"""Names of model inputs of an image besides its pixels: the number of patches, and the size of the image without
-padding."""
-
 DIGEST_BYTES = 32
+MASK = "feature_attention_mask"
+"""Name of the mask of audio frames in models with M-RoPE."""
 
 
 class EmbeddingStore(Protocol):
@@ -80,24 +63,20 @@ class Vision:
     _last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     def __init__(self, model: Any) -> None:
-        reason = self.refusal(model)
-        if reason is not None:
-            raise ValueError(reason)
+        reasons = self.refusal(model), self.refusal(model, "audio")
+        if all(reasons):
+            raise ValueError(reasons[0])
         config = model.config
         self._model, self._base = model, model.base_model
-        self._features = model.get_image_features
-        self.inputs: tuple[str, ...] = ("pixel_values",)
-        if GRID in inspect.signature(self._features).parameters:
-            self.inputs = ("pixel_values", GRID)
-        elif config.vision_config.model_type == "pixtral":
-            self.inputs = ("pixel_values", SIZE)
-        self.token = int(config.image_token_id)
-        self.bidirectional = VISION_FAMILIES[config.model_type]
+        towers: list[Tower] = [] if reasons[0] else [ImageTower(model)]
+        self._towers = towers if reasons[1] else [*towers, AudioTower(model)]
+        self.bidirectional = VISION_FAMILIES.get(config.model_type, False)
         self.uses_mrope = hasattr(self._base, "get_rope_index")
         """Whether rotary positions have three axes (M-RoPE)."""
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
-        added = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+        eyes = getattr(config, "vision_config", None)
+        added = getattr(eyes, "deepstack_visual_indexes", None) or ()
         self._width = weight.shape[1] * (1 + len(added))
         """Numbers of an embedding. In Qwen3-VL an image token has further parts, which are added to the results of the
         first layers (DeepStack)."""
@@ -107,20 +86,23 @@ class Vision:
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.bidirectional and slides else None
         self.encoder_runs = 0
-        """Number of times that the vision tower ran."""
+        """Number of times that a tower ran."""
         self._counts: dict[object, int] = {}
 
     @staticmethod
-    def refusal(model: Any) -> str | None:
-        """Return the reason why a model supports no images, or None if it supports images."""
-        kind = model.config.model_type
-        if kind in VISION_FAMILIES and (
-            hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
-        ):
+    def refusal(model: Any, kind: str = "images") -> str | None:
+        """Return the reason why a model does not support `kind`, "images" or "audio", or None if it does."""
+        family = model.config.model_type
+        if kind == "audio":
+            families, is_found = set(AUDIO_FAMILIES), True
+        else:
+            families = set(VISION_FAMILIES)
+            is_found = hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
+        if family in families and is_found:
             return None
         return (
-            f"{type(model).__name__} ({kind}) takes no images here; the families that do: "
-            f"{', '.join(sorted(VISION_FAMILIES))}"
+            f"{type(model).__name__} ({family}) takes no {kind} here; the families that do: "
+            f"{', '.join(sorted(families))}"
         )
 
     def extend_layout(
@@ -152,24 +134,48 @@ class Vision:
         count of this shape. Embeddings are stored per `tenant`, so that no tenant can find out whether another tenant
         used an image. `read` allows loading embeddings from tiers, and `store` allows writing them to tiers.
         """
-        known = self._read_images(images, tenant, read, store)
-        bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
-        places = np.flatnonzero(ids == self.token)
-        if len(places) != bounds[-1]:
-            raise ValueError(
-                f"the prompt has {len(places)} image tokens (id {self.token}), but its {len(known)} images need "
-                f"{bounds[-1]}: expand the placeholders with the model's processor"
-            )
+        known, places, bounds = self._assign(ids, self._read_images(images, tenant, read, store))
         media = []
         for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
             start, stop = int(places[begin]), int(places[end - 1]) + 1
             kept = 0 if self.embeddings is None else self.embeddings.tokens(end - begin)
-            media.append(Media(start, stop, self._digest_of_run(image, ids[start:stop]), kept))
+            token = self._tower_of(image.inputs).token
+            media.append(Media(start, stop, _digest_of_run(image, ids[start:stop], token), kept))
         if self.bidirectional or self.uses_mrope:
             self._check_runs(media, bounds)
-        axes, shift = self._rope_index(ids[: media[-1].stop], known) if self.uses_mrope else (None, 0)
+        axes, shift = self._rope_index(ids, known, media) if self.uses_mrope else (None, 0)
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
+
+    def _assign(self, ids: Ints, images: tuple[Image, ...]) -> tuple[tuple[Image, ...], Ints, Ints]:
+        """Return the images in prompt order, the positions of their tokens, and the bounds of each image in these
+        positions. Images and clips may be given in any order. Raises ValueError if the token counts do not match."""
+        found: list[tuple[Ints, Image]] = []
+        for tower in self._towers:
+            own = [image for image in images if self._tower_of(image.inputs) is tower]
+            bounds = np.cumsum([0, *(self._count(image) for image in own)])
+            places = np.flatnonzero(ids == tower.token)
+            if len(places) != bounds[-1]:
+                raise ValueError(
+                    f"the prompt has {len(places)} {tower.noun} tokens (id {tower.token}), but its {len(own)} "
+                    f"{tower.noun}s need {bounds[-1]}: expand the placeholders with the model's processor"
+                )
+            found += [(places[i:j], image) for image, (i, j) in zip(own, pairwise(bounds), strict=True)]
+        found.sort(key=lambda item: int(item[0][0]))
+        runs = [places for places, _ in found]
+        bounds = np.cumsum([0, *map(len, runs)])
+        return tuple(image for _, image in found), np.concatenate(runs), bounds
+
+    def _tower_of(self, inputs: Mapping[str, Any]) -> Tower:
+        """Return the tower that takes these tensors. Raises ValueError if there is none."""
+        for tower in self._towers:
+            if set(inputs) == set(tower.inputs):
+                return tower
+        model = type(self._model).__name__
+        wanted = "; ".join(
+            f"an {one.noun} of {model} consists of {' and '.join(one.inputs)}" for one in self._towers
+        )
+        raise ValueError(f"{wanted}, not of {', '.join(map(str, inputs)) or 'nothing'}")
 
     def read_image(self, given: Any, tenant: str = "", read: bool = True, store: bool = True) -> Image:
         """Return an image with the digest of its content. Uses no state of the engine, so any thread may call this
@@ -254,12 +260,8 @@ class Vision:
         }
         self.encoder_runs += 1
         with torch.inference_mode():
-            found = self._features(**inputs, return_dict=True)
-            pooled = getattr(found, "pooler_output", None)
-            if pooled is None:  # the model itself projects the features of its tower (Llama 4)
-                pooled = self._model.multi_modal_projector(found.last_hidden_state.flatten(0, 1))
-            parts = [pooled, *(getattr(found, "deepstack_features", None) or ())]
-            return torch.cat([_joined(part) for part in parts], -1).to(self._dtype)
+            made = self._tower_of(inputs).embed(inputs).to(self._dtype)
+            return nn.functional.pad(made, (0, self._width - made.shape[1]))
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
         """Return the embeddings [begin, end) of image number `place`. If the pool has pages for embeddings, they are
@@ -276,59 +278,23 @@ class Vision:
             self.embeddings.write(rows, self.find_embeddings(image))
         return self.embeddings.read(rows, begin, end)
 
-    def sample(self) -> Image:
-        """Return an image of zeros. It has the size in the config, or 1024 tokens if the model supports any size."""
-        config = self._model.config.vision_config
-        channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
-        if GRID in self.inputs:
-            side = 32 * int(config.spatial_merge_size)
-            width = channels * int(config.temporal_patch_size) * int(config.patch_size) ** 2
-            return self._image(
-                {"pixel_values": torch.zeros(side * side, width), GRID: torch.tensor([[1, side, side]])}
-            )
-        size = config.image_size
-        high, wide = (size, size) if isinstance(size, int) else size
-        pixels = {"pixel_values": torch.zeros(1, channels, high, wide)}
-        return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
+    def samples(self) -> list[Image]:
+        """Return an image of zeros for each tower, with the largest usual size."""
+        return [self._image(tower.sample()) for tower in self._towers]
 
-    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Split the output of a processor into one dictionary per image."""
-        pixels = torch.as_tensor(made["pixel_values"])
-        if GRID in self.inputs:
-            grids = torch.as_tensor(made[GRID])
-            parts = torch.split(pixels, grids.prod(-1).tolist())
-            return [
-                {"pixel_values": part, GRID: grid}
-                for part, grid in zip(parts, torch.split(grids, 1), strict=True)
-            ]
-        apart = torch.split(pixels, 1)
-        if SIZE not in self.inputs:
-            return [{"pixel_values": part} for part in apart]
-        sizes = torch.as_tensor(made[SIZE])
-        return [  # without the padding of the batch
-            {"pixel_values": part[..., : int(size[0, 0]), : int(size[0, 1])], SIZE: size}
-            for part, size in zip(apart, torch.split(sizes, 1), strict=True)
-        ]
+    def split(self, made: Mapping[str, Any]) -> list[Tensors]:
+        """Split the output of a processor into one dictionary per image. Tensors of audio must be of one clip."""
+        return [each for tower in self._towers if tower.inputs[0] in made for each in tower.split(made)]
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        found = given if isinstance(given, Mapping) else {"pixel_values": given}
-        if set(found) != set(self.inputs):
-            raise ValueError(
-                f"an image of {type(self._model).__name__} consists of {' and '.join(self.inputs)}, "
-                f"not of {', '.join(map(str, found)) or 'nothing'}"
-            )
+        found = given if isinstance(given, Mapping) else {self._towers[0].inputs[0]: given}
+        tower = self._tower_of(found)
         try:
-            inputs = {name: torch.as_tensor(found[name]) for name in self.inputs}
+            inputs = tower.shaped({name: torch.as_tensor(found[name]) for name in tower.inputs})
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"an image must be the tensors of the model's processor, not {type(given).__name__}: {error}"
+                f"an {tower.noun} must be the tensors of the model's processor, not {type(given).__name__}: {error}"
             ) from error
-        if GRID in inputs:
-            inputs[GRID] = inputs[GRID].reshape(-1, 3)
-        elif inputs["pixel_values"].dim() == 3:
-            inputs["pixel_values"] = inputs["pixel_values"][None]
-        if SIZE in inputs:
-            inputs[SIZE] = inputs[SIZE].reshape(-1, 2)
         digest = hashlib.blake2b(f"{tenant!r} ".encode(), digest_size=DIGEST_BYTES)
         for name, part in inputs.items():
             host = part.detach().cpu().contiguous()
@@ -341,6 +307,7 @@ class Vision:
         computed once for each combination."""
         key = self._shape_key(image)
         if key not in self._counts:
+            noun = self._tower_of(image.inputs).noun
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
                 made = self.find_embeddings(image)
@@ -350,26 +317,20 @@ class Vision:
                 )  # the next `embed` may need the result
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
-                    f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
+                    f"{type(self._model).__name__} cannot take an {noun} of {shapes}: {error}"
                 ) from error
             if not count:
-                raise ValueError(f"an image of {shapes} has no tokens: use a larger image")
+                raise ValueError(f"an {noun} of {shapes} has no tokens: use a larger one")
             self._counts[key] = count
         return self._counts[key]
 
     @staticmethod
     def _shape_key(image: Image) -> tuple[object, ...]:
+        """Return a key of the shapes, and of the values of grids, sizes and masks."""
         return tuple(
-            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
+            (name, *part.shape) if part.is_floating_point() else (name, *part.shape, _digest_of_values(part))
             for name, part in image.inputs.items()
         )
-
-    def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
-        """Return the digest of an image in its prompt. If the token range of the image also contains separator
-        tokens, they are part of the digest."""
-        if (ids == self.token).all():
-            return image.digest
-        return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
         """Raise ValueError unless the tokens of each image are contiguous and fit into the model's window, and at least
@@ -386,15 +347,29 @@ class Vision:
             if one.stop == other.start:
                 raise ValueError(f"two images are adjacent at token {one.stop}: put a token between them")
 
-    def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
+    def _rope_index(self, ids: Ints, images: tuple[Image, ...], media: list[Media]) -> tuple[Ints, int]:
         """Return rotary positions on three axes up to the end of the last image, and the shift of later positions.
         Calls the model's own code."""
-        found, shift = self._base.get_rope_index(
-            torch.from_numpy(ids)[None],
-            mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],
-            image_grid_thw=torch.cat([image.inputs[GRID].cpu() for image in images]),
-        )
-        return found[:, 0].numpy(), int(shift)
+        grids = [image.inputs[GRID].cpu() for image in images if GRID in image.inputs]
+        tokens, stop = torch.from_numpy(ids)[None], media[-1].stop
+        given: dict[str, Any] = {"image_grid_thw": torch.cat(grids) if grids else None}
+        if "audio_seqlens" in inspect.signature(self._base.get_rope_index).parameters:
+            masks = [image.inputs[MASK].cpu().sum(-1) for image in images if MASK in image.inputs]
+            given |= {
+                "audio_seqlens": torch.cat(masks) if masks else None,
+                "attention_mask": torch.ones_like(tokens),
+            }
+        else:
+            tokens = tokens[:, :stop]
+            given["mm_token_type_ids"] = (tokens == self._towers[0].token).int()
+        try:
+            found, shift = self._base.get_rope_index(tokens, **given)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"{type(self._model).__name__} has no positions for this prompt: put its tokens for begin and end "
+                f"around each image and audio clip ({error})"
+            ) from error
+        return found[:, 0, :stop].long().numpy(), int(shift)
 
     @staticmethod
     def _rope_positions(batch: Batch, works: Many[Work]) -> Ints:
@@ -416,10 +391,17 @@ class Vision:
         return np.concatenate(parts, 1)
 
 
-def _joined(given: Any) -> torch.Tensor:
-    """Return the features of an image, which a tower returns as one tensor or in pieces, as [tokens, numbers]."""
-    pieces = given if isinstance(given, list | tuple) else [given]
-    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
+def _digest_of_run(image: Image, ids: Ints, token: int) -> bytes:
+    """Return the digest of an image in its prompt. If the token range of the image also contains separator tokens,
+    they are part of the digest."""
+    if (ids == token).all():
+        return image.digest
+    return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def _digest_of_values(part: torch.Tensor) -> bytes:
+    values = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(values.data, digest_size=16).digest()
 
 
 def _split_embeddings(text: Any) -> None:

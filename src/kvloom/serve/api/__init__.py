@@ -16,6 +16,7 @@
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
     images.py             RequestImages: the images of a request
+    audio.py              RequestAudio: the audio clips of a request
     fair_thread.py        FairThread: a thread that works for one tenant after another
     templates.py          chat templates within limits
     template_process.py   chat templates of requests, in a process with limits

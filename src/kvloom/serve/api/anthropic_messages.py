@@ -86,7 +86,9 @@ class MessagesEndpoint(ChatEndpoint):
     ) -> list[Prompt]:
         assert isinstance(fields, MessagesFields)
         prompt = with_public_prefix(fields, prompts.encode_chat(fields, limits), prompts, limits)
-        if prompt.images:  # positions are known only after the engine process has expanded the placeholders
+        if (
+            prompt.has_media
+        ):  # positions are known only after the engine process has expanded the placeholders
             return [prompt]
         retain = [
             (chat_position(fields, point.messages, prompt, prompts, limits, point.characters), point.ttl)

@@ -28,6 +28,7 @@ from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_re
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, ImagePrompt, Ready, ResponseStream, TokenRange
 
+from .audio import RequestAudio
 from .images import RequestImages
 from .prompts import Prompt, PromptEncoder, PromptLimits, with_public_prefix
 from .request_fields import (
@@ -190,7 +191,9 @@ class GenerationEndpoint(ABC):
             admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
             most = self._max_prompt_tokens(tenant, facts)
             images = RequestImages(context.limits, served.name, facts.image_refusal)
-            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most), images=images)
+            audio = RequestAudio(context.limits, served.name, facts.audio_refusal)
+            keep = _tokens_to_keep(fields, most)
+            limits = PromptLimits(most, facts.vocab_size, keep, images=images, audio=audio)
             has_template = isinstance(fields, ChatFields) and bool(fields.chat_template)
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
@@ -267,9 +270,9 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes. Return None if the prompt has
-        no images."""
-        if not prompt.images:
+        """Return the text, images and audio clips of a prompt, which the engine process encodes. Return None if the
+        prompt has neither images nor clips."""
+        if not prompt.has_media:
             return None
         assert isinstance(fields, ChatFields)
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
@@ -280,6 +283,7 @@ class GenerationEndpoint(ABC):
             bool(fields.add_special_tokens),
             self._max_prompt_tokens(tenant, facts),
             longest if is_open else None,
+            list(prompt.audio),
         )
 
     def _params(

@@ -18,7 +18,7 @@ from kvloom.serve.auth import Limits
 from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.images import open_image
 
-__all__ = ["RequestImages"]
+__all__ = ["URL_CHARACTERS", "RequestImages", "decode_base64"]
 
 URL_CHARACTERS = 64
 """Number of characters of a URL that an error message repeats."""
@@ -96,10 +96,7 @@ class RequestImages:
                 f"{where}: a data URL needs base64, such as data:image/png;base64,iVBOR…", "messages"
             )
         self._check_bytes(self._bytes + len(body) * 3 // 4 - 2, where)
-        try:
-            return binascii.a2b_base64(body, strict_mode=True)
-        except ValueError:
-            raise bad_request(f"{where}: the data URL is not valid base64", "messages") from None
+        return decode_base64(body, f"{where}: the data URL")
 
     def _read_file(self, url: str, where: str) -> bytes:
         """Return the bytes of a file in an allowed folder. A file in another folder and a missing file cause the same
@@ -121,6 +118,14 @@ class RequestImages:
                 return file.read(self._limits.image_bytes + 1)
         except (OSError, ValueError):
             raise refused from None
+
+
+def decode_base64(text: str, what: str) -> bytes:
+    """Return the bytes of a base64 text. Raises ApiError if it is not valid; `what` names the text."""
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        raise bad_request(f"{what} is not valid base64", "messages") from None
 
 
 def _refused_file(url: str, where: str, has_folders: bool) -> ApiError:

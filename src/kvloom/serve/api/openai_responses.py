@@ -267,20 +267,26 @@ def _tools(given: Any) -> Any:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a message as a text or, if it contains images, as a list of parts in the format
+    """Return the content of a message as a text or, if it contains images or audio, as a list of parts in the format
     of chats."""
-    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+    if not isinstance(content, list) or not any(_is_media(part) for part in content):
         return text_of_parts(content, TEXT_PARTS, where, "input")
     return [
-        {"type": "image_url", "image_url": part.get("image_url")}
-        if _is_image(part)
+        _media_part(part)
+        if _is_media(part)
         else {"type": "text", "text": text_of_parts([part], TEXT_PARTS, where, "input")}
         for part in content
     ]
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
+
+
+def _media_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "input_audio":
+        return {"type": "input_audio", "input_audio": part.get("input_audio")}
+    return {"type": "image_url", "image_url": part.get("image_url")}
 
 
 def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from kvloom.serve.api.templates import (
 )
 from kvloom.serve.errors import ApiError, bad_request, context_too_long
 
+from .audio import AUDIO_PARTS, RequestAudio
 from .fair_thread import FairThread
 from .images import RequestImages
 from .request_fields import ChatFields, CompletionFields, check_tokens
@@ -81,7 +82,7 @@ class Prompt:
     pages before the position are retained for this time. The first `public` tokens are the public messages of a chat,
     which all tenants share.
 
-    With `images`, the tokens contain one placeholder per image, which the engine process expands.
+    With `images` or `audio`, the tokens contain one placeholder per image or clip, which the engine process expands.
     """
 
     tokens: list[int]
@@ -89,6 +90,12 @@ class Prompt:
     retain: tuple[tuple[int, float], ...] = ()
     images: tuple[bytes, ...] = ()
     public: int = 0
+    audio: tuple[bytes, ...] = ()
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt has images or audio clips."""
+        return bool(self.images or self.audio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class PromptLimits:
     | `keep`       | number of tokens at the end of the prompt to keep; None keeps all tokens |
     | `characters` | largest number of characters; None derives it from `tokens`              |
     | `images`     | collects the images of the prompt; None refuses images                   |
+    | `audio`      | collects the audio clips of the prompt; None refuses audio               |
     """
 
     tokens: int
@@ -109,6 +117,12 @@ class PromptLimits:
     keep: int | None = None
     characters: int | None = None
     images: RequestImages | None = None
+    audio: RequestAudio | None = None
+
+    @property
+    def has_media(self) -> bool:
+        """Whether images or audio clips were collected."""
+        return any(one is not None and one.found for one in (self.images, self.audio))
 
     @property
     def truncates(self) -> bool:
@@ -278,12 +292,10 @@ class PromptEncoder:
             )
         more = self._template_variables(fields)
         forms = _ContentForms() if fields.chat_template else self._forms
-        messages = [
-            _read_content(i, message, limits.images, forms) for i, message in enumerate(fields.messages)
-        ]
-        if limits.images is not None and limits.images.found and limits.keep is not None:
+        messages = [_read_content(i, message, limits, forms) for i, message in enumerate(fields.messages)]
+        if limits.has_media and limits.keep is not None:
             raise bad_request(
-                "truncate_prompt_tokens cannot truncate a prompt with images: omit it",
+                "truncate_prompt_tokens cannot truncate a prompt with images or audio: omit it",
                 "truncate_prompt_tokens",
             )
         if any("tool_calls" in message for message in messages):
@@ -363,17 +375,18 @@ class PromptEncoder:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
         images = () if limits.images is None else tuple(limits.images.found)
+        audio = () if limits.audio is None else tuple(limits.audio.found)
         if not mark:
-            found = Prompt(_encode(text, limits, "messages", encode), text, images=images)
+            found = Prompt(_encode(text, limits, "messages", encode), text, images=images, audio=audio)
             return self.truncate(found, limits.keep)
         text, wanted, encoder = control.unmark(text, mark, encode, special)
-        if images:
+        if limits.has_media:
             if encoder is not encode:  # the model's processor would read control tokens in texts as tokens
                 raise bad_request(
-                    "messages: with images, texts may not contain control tokens of this model: remove them",
+                    "messages: with images or audio, texts may not contain control tokens of this model: remove them",
                     "messages",
                 )
-            return Prompt(_encode(text, limits, "messages", encode), text, images=images)
+            return Prompt(_encode(text, limits, "messages", encode), text, images=images, audio=audio)
         return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
     def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -537,13 +550,21 @@ class _ContentForms:
         parts = writes([{"type": "text", "text": PROBE}])
         return _ContentForms(writes(PROBE) or not parts, parts)
 
+    def check_parts(self, kind: str, where: str) -> None:
+        """Raise ApiError unless the template supports lists of parts, which messages with images or audio have."""
+        if not self.parts:
+            raise bad_request(
+                f"{where}: the chat template has no place for {kind}: start the server with --chat-template FILE",
+                "messages",
+            )
+
 
 def _read_content(
-    place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
+    place: int, message: dict[str, Any], limits: PromptLimits, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return `message` with its content in a form that the template supports. Without images, this is one text, or one
-    text part if the template supports only parts. With images, it is a list of parts. Raises ApiError for other
-    content.
+    """Return `message` with its content in a form that the template supports. Without images and audio, this is one
+    text, or one text part if the template supports only parts. With them, it is a list of parts. Raises ApiError for
+    other content.
     """
     where = f"messages[{place}]"
     role = message.get("role")
@@ -572,14 +593,14 @@ def _read_content(
                     f"{where}: a content part of type text needs the field text, a string", "messages"
                 )
             parts.append({"type": "text", "text": part["text"]})
-        elif kind == "image_url" and isinstance(part, dict) and images is not None:
-            images.add(part, where)
-            if not forms.parts:
-                raise bad_request(
-                    f"{where}: the chat template has no place for images: start the server with --chat-template FILE",
-                    "messages",
-                )
+        elif kind == "image_url" and isinstance(part, dict) and limits.images is not None:
+            limits.images.add(part, where)
+            forms.check_parts("images", where)
             parts.append({"type": "image"})
+        elif kind in AUDIO_PARTS and isinstance(part, dict) and limits.audio is not None:
+            limits.audio.add(part, where)
+            forms.check_parts("audio", where)
+            parts.append({"type": "audio"})
         else:
             raise bad_request(
                 f"{where}: content parts of type {kind!r} are not supported: send text", "messages"
@@ -618,12 +639,12 @@ def with_public_prefix(
     fields: ChatFields, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> Prompt:
     """Return the prompt of a chat with the number of tokens of its public messages. Raises ApiError 400 for a chat with
-    images, because the positions of its tokens are known only after the engine process has expanded the images.
+    images or audio, because the positions of its tokens are known only after the engine process has expanded them.
     """
     public = 0 if fields.cache is None else fields.cache.public_messages or 0
     if not public:
         return prompt
-    if prompt.images:
+    if prompt.has_media:
         raise bad_request(refused("public messages, images"), "cache")
     return replace(prompt, public=chat_position(fields, public, prompt, encoder, limits))
 

@@ -82,6 +82,9 @@ class Limits:
     | `image_bytes`       | encoded bytes of all images of one request                                        |
     | `image_pixels`      | pixels of all images of one request, as their headers state                       |
     | `image_folders`     | folders, with links resolved, whose images requests may name by file: URLs        |
+    | `clips`             | number of audio clips of one request                                              |
+    | `audio_bytes`       | encoded bytes of all audio clips of one request                                   |
+    | `audio_seconds`     | duration of all audio clips of one request, as their headers state                |
     """
 
     body_bytes: int = 8 << 20
@@ -97,6 +100,9 @@ class Limits:
     image_bytes: int = 16 << 20
     image_pixels: int = 1 << 25
     image_folders: tuple[Path, ...] = ()
+    clips: int = 16
+    audio_bytes: int = 16 << 20
+    audio_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -192,6 +192,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
         image_refusal=_image_refusal(engine),
+        audio_refusal=_audio_refusal(engine),
         hash_model=cache.model,
         peer_address=engine.peer_address,
         groups=[
@@ -218,9 +219,18 @@ def _image_refusal(engine: Engine) -> str:
     """Return the reason why the model accepts no images, or ""."""
     from kvloom.models.vision import Vision
 
-    if engine.vision is None:
-        return Vision.refusal(engine.model) or "its image part is not loaded"
+    reason = Vision.refusal(engine.model)
+    if reason is not None or engine.vision is None:
+        return reason or "its image part is not loaded"
     return "" if find_spec("PIL") else "Pillow is not installed (pip install kvloom[vision])"
+
+
+def _audio_refusal(engine: Engine) -> str:
+    """Return the reason why the model accepts no audio, or ""."""
+    from kvloom.models.vision import Vision
+
+    reason = Vision.refusal(engine.model, "audio")
+    return reason or ("its audio part is not loaded" if engine.vision is None else "")
 
 
 def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:

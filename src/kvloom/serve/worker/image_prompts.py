@@ -1,4 +1,4 @@
-"""Decodes the images of requests and expands their placeholders. A separate thread does this, for one tenant after
+"""Decodes the images and audio clips of requests and expands their placeholders. A separate thread does this, for one tenant after
 another."""
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class ImagePrompts:
         images = [decode_image(data) for data in given.images]
         special = given.add_special_tokens
         tokens, inputs = encode_image_prompt(
-            self._processor, self._vision, given.text, images, add_special_tokens=special
+            self._processor, self._vision, given.text, images, given.audio, add_special_tokens=special
         )
         count, params = len(tokens), message.params
         if count > given.max_prompt_tokens:
             raise ValueError(
-                f"messages: {count} prompt tokens, with those of the images, exceed the limit of "
-                f"{given.max_prompt_tokens}: send fewer or smaller images"
+                f"messages: {count} prompt tokens, with those of the images and audio clips, exceed the limit of "
+                f"{given.max_prompt_tokens}: send fewer or smaller ones"
             )
         if given.max_tokens is not None and count + params.max_tokens > given.max_tokens:
             params = replace(params, max_tokens=given.max_tokens - count)
@@ -115,4 +115,5 @@ class ImagePrompts:
 
 
 def _encoded_bytes(message: Add) -> int:
-    return 0 if message.image_prompt is None else sum(map(len, message.image_prompt.images))
+    given = message.image_prompt
+    return 0 if given is None else sum(map(len, (*given.images, *given.audio)))

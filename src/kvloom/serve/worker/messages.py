@@ -103,7 +103,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
+    """A prompt with images or audio clips. It has the text, with a placeholder for each of them, the encoded images,
+    and the clips as WAV files.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
     is set, `max_tokens` limits prompt and output together.
@@ -114,6 +115,7 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     add_special_tokens: bool
     max_prompt_tokens: int
     max_tokens: int | None = None
+    audio: list[bytes] = []
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
@@ -505,6 +507,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `unavailable_tiers`: name of each tier that could not be opened, and the reason.
     - `pool_limits`: the smallest and largest size of an elastic pool.
     - `image_refusal`: the reason why the model accepts no images, or "".
+    - `audio_refusal`: the reason why the model accepts no audio, or "".
     - `hash_model`: the text that identifies the model in block hashes.
     - `groups`: the layer groups of the model, without the groups for images and drafts.
     - `max_context`: the largest number of tokens that the model allows in one request.
@@ -529,6 +532,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
     image_refusal: str = ""
+    audio_refusal: str = ""
     hash_model: str = ""
     groups: list[GroupInfo] = []
     max_context: int = 0
