@@ -56,8 +56,9 @@ class TimeModel:
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, limited to four times the estimate. A single outlier then has a small effect, and
-        repeated slow measurements still raise the estimate quickly.
+        """Add a measurement: `amount` of work took `seconds`. If there are enough measurements, `seconds` above four
+        times the estimate count as four times the estimate. A single slow outlier then has a small effect, and
+        repeated slow measurements still raise the estimated seconds quickly.
         """
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):

@@ -132,8 +132,9 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return how many blocks in the pool can be moved to host memory (become cold). These are the blocks beyond
-        `resident_tokens` of running requests that are long or may become long.
+        """Return how many blocks of `running` requests can be moved from the pool to host memory (become cold). Only
+        requests that are long or may become long have such blocks: those that the pool has in addition to the blocks
+        of `resident_tokens` tokens.
         """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(

@@ -53,10 +53,10 @@ class Estimate:
     | field    | meaning                                                                                           |
     |----------|---------------------------------------------------------------------------------------------------|
     | `found`  | probability that the proposer has a draft for a request                                           |
-    | `chance` | probability that one more token of a draft is accepted; for drafts with `Draft.chances`: number   |
-    |          | of accepted tokens / sum of these chances                                                         |
-    | `unused` | position and tokens of a draft that was made while the proposer is off; no step verifies it, but  |
-    |          | a review compares it with the output of the request                                               |
+    | `chance` | probability that one more token of a draft is accepted. If drafts have `Draft.chances`, `chance`  |
+    |          | is instead the number of accepted tokens divided by the sum of `Draft.chances`                    |
+    | `unused` | a draft that a proposer made while it was off: the position of its first token, and its tokens.   |
+    |          | No step verifies this draft. `Speculation._review` later compares it with the request's output    |
     """
 
     chance: float = PRIOR

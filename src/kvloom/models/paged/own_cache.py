@@ -40,8 +40,9 @@ def runs_separately(model: Any) -> bool:
 
 
 def run_separately(model: Any) -> None:
-    """Make a model compute a step one sequence at a time. Repeated calls are allowed. The first call computes a
-    few tokens. Raises ModelError if the logits of a prompt depend on how the prompt is split."""
+    """Make a model compute a step one sequence at a time. Repeated calls are allowed. The first call tests the model:
+    it computes a short prompt, whole and in several parts. Raises ModelError if the logits differ even when the parts
+    are computed token by token."""
     if runs_separately(model):
         return
     forward = _Separate(model)
