@@ -21,7 +21,7 @@ class TimeModel:
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._empty = 0.0, 0.0
-        """Weight and seconds of the measurements with amount 0."""
+        """Sums over the measurements with amount 0: of their weights, and of their weighted seconds."""
 
     VALUES = 7
     """Number of `values`."""
