@@ -149,7 +149,7 @@ class Admission:
 
         | array         | contents                                                                                  |
         |---------------|-------------------------------------------------------------------------------------------|
-        | [4, requests] | tokens after prefill, expected final tokens, cached tokens, tokens left to decode           |
+        | [4, requests] | four rows: tokens after prefill, expected final tokens, cached tokens, tokens left to decode |
         | [classes, 1]  | pages of each size class that all requests add from the end of the prompt to their final length |
         | [classes, 1]  | pages of each size class that the prompts of all requests still lack                      |
 
@@ -180,9 +180,10 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow
-        from `first` to `ends` tokens. For a windowed group, counts the number of blocks by which the visible range
-        grows, plus one, but not more than the new blocks.
+        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
+        `first` to `ends` tokens. In a windowed group, old pages are released while new pages are added. For such a
+        group, the number of blocks by which the visible range grows counts, plus one, but at most the number of new
+        blocks.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

@@ -127,7 +127,8 @@ class _Separate:
 
 
 def _fill(pages: Pages, cache: SequenceCache, row: int, start: int, dtype: torch.dtype) -> None:
-    """Copy the visible tokens before position `start`, and the states, from pages to an empty cache."""
+    """Copy the data of one sequence from pages to an empty cache: K and V of the tokens that are visible at position
+    `start`, and the states. `row` is the index of the sequence in the step."""
     for layer in pages.token_layers:
         window = cache.window(layer)
         first = 0 if window is None else max(0, start - window + 1)
