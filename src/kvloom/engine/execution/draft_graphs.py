@@ -77,7 +77,7 @@ class DraftGraphs:
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None, pool: Any) -> torch.Tensor:
         """Compute a step with the graph of `size` tokens. `wanted` has the indices of the entries of `works` that need
-        logits. Returns these logits, in the order of `ModelRunner.run`."""
+        logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
         captured = self.capture(size, pool)
         self._stage.send_drafted(works, size)
         captured.graph.replay()

@@ -111,7 +111,7 @@ class PiecewiseGraphs:
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None = None) -> torch.Tensor:
         """Compute a step with the graphs of `size` tokens. `wanted` has the indices of the entries of `works` that
-        need logits. Returns these logits, in the order of `ModelRunner.run`."""
+        need logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
         graphs = self._graph_sets[size]
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))
