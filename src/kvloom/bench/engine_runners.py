@@ -227,7 +227,7 @@ class BatchInvariant(Kvloom):
 
 
 class Speculating(Kvloom):
-    """kvloom with the drafts of `--speculate`."""
+    """Runs kvloom with speculative decoding, as set by `--speculate`."""
 
     name = "kvloom with drafts"
     speculates = True

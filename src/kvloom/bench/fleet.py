@@ -57,8 +57,9 @@ class Process:
 def start_workers(
     stack: ExitStack, model: str, flags: Sequence[Sequence[str]], pool: str, pin: bool
 ) -> list[str]:
-    """Start one worker with one thread for each entry of `flags`, and return their URLs. With `pin`, every worker has a
-    core of its own, if there are enough cores."""
+    """Start a worker for each entry of `flags`, which has the worker's additional command-line arguments. Return the
+    URLs of the workers. Each worker runs with `--threads 1`. With `pin`, every worker has a core of its own, if there
+    are enough cores."""
     cores = sorted(os.sched_getaffinity(0)) if pin else []
     urls = []
     for number, more in enumerate(flags):

@@ -314,8 +314,9 @@ class KVCache:
         """Make an empty sequence start at `position`, after cold blocks (blocks in host memory). `run` contains all
         full blocks before `position`. `tail` contains the tokens between the last full block and `position`.
 
-        Allocates the live states, and the pool pages that are visible at `position`. The caller must write both before
-        the next step. If the pool lacks pages, returns False and changes nothing.
+        Allocates the pages that must be in the pool: the current states of recurrent layers, the pages of windows that
+        `position` still reads, and the partial block of `tail`. The caller must write all of them before the next
+        step. If the pool lacks pages, returns False and changes nothing.
         """
         return open_cold(self.state, seq, run, position, tail)
 

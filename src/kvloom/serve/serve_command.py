@@ -330,7 +330,7 @@ def _models(
     args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
     """Return the models to serve. Raises ValueError if options of memory or of LoRA adapters conflict or are missing.
-    For example, several models need --memory, or --pool for each model.
+    For example, if several models are given, --memory is required, or --pool for each of them.
     """
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events

@@ -47,8 +47,8 @@ LayerTensors = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """A tensor of one layer as a matrix of bytes. `rows[b]` are the bytes of block b. They begin at byte `base + b *
-    stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor. It is a part of
-    the form, which describes the byte layout of pages.
+    stride` of the tensor's storage. On a CPU, `memory` is this storage. `text` describes the tensor in words. The
+    description of the page layout (`Form.layout`) contains this text.
     """
 
     rows: torch.Tensor

@@ -401,9 +401,9 @@ class Proxy:
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
         """If the decode worker lacks many prompt tokens, make a prefill worker compute the prompt.
 
-        Returns two values. The first are request fields: they make the decode worker pull the pages, and name an encode
-        worker for images. The second is a list with the task of the prefill, which is empty if the decode worker
-        computes the prompt itself.
+        Returns two values. The first has fields to add to the decode worker's request. They make it pull the pages,
+        and name an encode worker for images. The second is a list with the task that waits for the prefill worker. It
+        is empty if the decode worker computes the prompt itself.
         """
         if "kv_transfer_params" in call.body or call.path not in STREAMED:
             return {}, []
@@ -714,7 +714,8 @@ class _Attempt:
 
 
 def _is_away(body: bytes) -> bool:
-    """Whether a refusal means that the worker loads, restarts or drains."""
+    """Whether the error in the body of a worker's response means that the worker is temporarily away: it is loading
+    its model, restarting, stopping or draining."""
     try:
         return msgspec.json.decode(body)["error"]["code"] in AWAY
     except (msgspec.DecodeError, KeyError, TypeError):

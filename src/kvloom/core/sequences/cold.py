@@ -61,8 +61,8 @@ def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tai
     """Start an empty sequence at `position`, after the cold blocks of `run`. `run` must contain all full blocks before
     `position`. If the pool lacks pages, returns False and changes nothing.
 
-    Allocates the live states, the window pages that a query at `position` sees, and the partial block with the tokens
-    `tail`. The caller must write all of them.
+    Allocates the current states of recurrent layers, the window pages that a query at `position` sees, and the partial
+    block with the tokens `tail`. The caller must write all of them.
     """
     ensure_open(state, seq)
     table, row, block = state.block_tables, seq.row, state.block_tokens

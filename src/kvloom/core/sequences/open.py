@@ -89,7 +89,8 @@ def retain_media(state: CacheState, seq: Sequence, run: MediaRun, now: float) ->
 
 
 def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
-    """Return the cached media runs that the tokens after the hit read. Only for models with cross attention."""
+    """Return the cached pages of images (media runs) that are read by the tokens after the hit. The result is empty
+    for models without cross attention."""
     cache = state.media_cache
     return [
         cache[match.media_root + item.digest]

@@ -153,7 +153,7 @@ class _Header(msgspec.Struct):
 
 
 def _header(pages: Pages) -> tuple[_Header, int]:
-    """Return the header, and the position of the first tensor."""
+    """Return the header, and the byte position of the first tensor in the pages."""
     data = pages.reshape(-1)
     end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES].tobytes(), "little")
     try:

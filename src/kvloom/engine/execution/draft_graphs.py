@@ -76,7 +76,8 @@ class DraftGraphs:
         return self.sizes[at] if at < len(self.sizes) else 0
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None, pool: Any) -> torch.Tensor:
-        """Compute a step with the graph of `size` tokens. Returns logits like `ModelRunner.run`."""
+        """Compute a step with the graph of `size` tokens. `wanted` has the indices of the entries of `works` that need
+        logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
         captured = self.capture(size, pool)
         self._stage.send_drafted(works, size)
         captured.graph.replay()

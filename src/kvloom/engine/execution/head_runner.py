@@ -76,7 +76,8 @@ class HeadRunner(ModelRunner):
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step, like `ModelRunner.run`. Also write the head's hidden states if any logits are `wanted`."""
+        """Compute a step. Arguments and result are those of `ModelRunner.run`. If `wanted` is None or not empty, also
+        write hidden states of the head to its pages."""
         self._drafts.fill_(wanted is None or len(wanted) > 0)
         if self._nodes is not None:
             # A run of a tree computes all nodes again. Their states do not change.

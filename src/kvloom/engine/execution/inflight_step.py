@@ -24,9 +24,9 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 
 
 class PrefillChunks(NamedTuple):
-    """The prompt chunks of a step, and the time of its launch on the monotonic clock. A chunk is a pair: the
-    `order` of its request (a number by arrival), and the number of its tokens. Requests that decode with drafts
-    are also listed.
+    """The prompt chunks of a step, and the time of its launch on the monotonic clock. A chunk is a pair: the `order`
+    of its request, which increases with the time of arrival, and the number of tokens in the chunk. A request that
+    decodes with a draft also counts as a chunk.
     """
 
     launched: float = 0.0
@@ -135,8 +135,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait until all results have arrived. Return the sampled tokens, and the log-probabilities by index of the
-        token. Also adds prompt log-probabilities and embeddings to their requests.
+        """Wait until all results have arrived. Return the sampled tokens, and a dictionary that maps the index of a
+        sampled token to its log-probabilities. Also adds prompt log-probabilities and embeddings to their requests.
         """
         if self.event is not None:
             self.event.synchronize()

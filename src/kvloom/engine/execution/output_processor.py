@@ -25,7 +25,8 @@ def eos_tokens(model: Any) -> frozenset[int]:
 
 
 MovedToken = tuple[int, int, int]
-"""A token that moves to another slot: the row of its sequence, its index in the sequence, and its new index."""
+"""A token that moves to another slot: the row of its sequence in the block tables, the token's index in the sequence,
+and its new index there."""
 MASK_SECONDS = 0.01
 """Longest time in seconds that a step waits for grammar processes to compute the next masks. If a mask takes
 longer, its request is left out of the next steps until the mask arrives.
@@ -69,7 +70,7 @@ class OutputProcessor:
         self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
     ) -> None:
         """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and one more sampled
-        token, unless it finishes earlier. `open_` are the indices of the unfinished requests."""
+        token, unless it finishes earlier. `open_` are the indices of the unfinished requests in `step.requests`."""
         places = accepted_places(tokens, step.drafts)
         self._move_accepted(step, places, open_)
         self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
@@ -98,9 +99,10 @@ class OutputProcessor:
                 self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def _move_accepted(self, step: InflightStep, places: list[list[int]], open_: list[int]) -> None:
-        """Move the bytes of accepted tokens of draft trees to the slots of their positions. Call this method before the
-        tokens are committed. `places` are the results of `accepted_places`: for each request, the indices of its
-        accepted tokens among the sampled tokens. `open_` are the indices of the unfinished requests."""
+        """Move the bytes of accepted tokens of draft trees to the slots of their positions. Call this method before
+        the tokens are committed. `places` are the results of `accepted_places`: for each request, the indices of its
+        accepted tokens among the sampled tokens. `open_` are the indices of the unfinished requests in
+        `step.requests`."""
         moved: list[MovedToken] = []
         for i in open_:
             sequence, first = step.requests[i].sequence, step.requests[i].computed - 1
@@ -223,8 +225,8 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """Continue a beam search with its best beams, or finish it if no beam continues. Called when all live beams
-        have offered their candidate tokens.
+        """Continue a beam search with its best beams, or finish it if no beam continues. Call this method when every
+        live beam has passed its candidate tokens to `BeamSearch.offer`.
         """
         successors = beams.decide()
         if successors:

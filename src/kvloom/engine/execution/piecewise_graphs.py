@@ -110,7 +110,8 @@ class PiecewiseGraphs:
         return self._captured[at] if at < len(self._captured) else 0
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None = None) -> torch.Tensor:
-        """Compute a step. Returns logits like `ModelRunner.run`."""
+        """Compute a step with the graphs of `size` tokens. `wanted` has the indices of the entries of `works` that
+        need logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
         graphs = self._graph_sets[size]
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))

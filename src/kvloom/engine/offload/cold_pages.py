@@ -55,7 +55,7 @@ class ColdStart:
 
     | field   | meaning                                                                                          |
     |---------|--------------------------------------------------------------------------------------------------|
-    | pages   | page ids of the full blocks before `position`: [blocks, columns of the block table]              |
+    | pages   | page ids in host memory, of the full blocks before `position`: [blocks, block table columns]     |
     | leases  | the leases of these pages                                                                        |
     | hashes  | block hashes of all blocks before `position`; the last block may be partial                      |
     | visible | leases of pages that must be copied to the pool: pages of windows, of a partial block, of states |

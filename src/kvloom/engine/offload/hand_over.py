@@ -57,8 +57,8 @@ def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
 
 
 def peer_queue(transfers: TransferManager, address: str) -> int | None:
-    """Return the index of the queue whose tier is the peer at `address` (host:port). Return None if no tier has this
-    address.
+    """Return the index in `transfers.queues` of the queue whose tier is the peer at `address` (host:port). Return None
+    if no tier has this address.
     """
     for number, queue in enumerate(transfers.queues):
         parts = urlsplit(queue.tier.name)
@@ -70,7 +70,7 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 @dataclass(slots=True)
 class _Pull:
     """Pages in transfer to host memory. `first` is the index of their first entry in the result of `needed_pages`.
-    `tier_of` maps the key of each page to the index of the tier queue that loads the page.
+    `tier_of` maps the key of each page to the index in `transfers.queues` of the queue that loads the page.
     """
 
     first: int

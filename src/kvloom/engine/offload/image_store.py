@@ -108,7 +108,8 @@ class ImageStore:
         return values.view(-1, self._hidden)[:tokens]
 
     def _read(self, objects: Objects, deadline: float) -> npt.NDArray[np.uint8] | None:
-        """Return the pages of `objects`, or None if some of them are not in host memory in time."""
+        """Return the bytes of the pages `objects`. Return None if no tier has a page, or if it is not in host memory
+        before `deadline`."""
         transfers = self._transfers
         lookup = transfers.lookup([objects])
         while not lookup.done:  # bounded by the lookup's own deadline

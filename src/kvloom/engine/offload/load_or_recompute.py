@@ -118,7 +118,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return `tokens`, rounded up so that the remaining gap is a whole number of blocks."""
+        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks. At most `gap`."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

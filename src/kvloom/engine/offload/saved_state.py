@@ -2,8 +2,8 @@
 
 | file           | content                                                | without the file, after a restart            |
 |----------------|--------------------------------------------------------|----------------------------------------------|
-| speeds.json    | measured speeds of prefill, copies and tiers           | the first request computes half of what a    |
-|                |                                                        | tier has                                     |
+| speeds.json    | measured speeds of prefill, copies and tiers           | the first request computes half of the       |
+|                |                                                        | tokens whose pages a tier has                |
 | reuse.msgpack  | samples of the eviction policy, if the policy learns   | the policy evicts like LRU at first          |
 
 A file of another version, model or device is not used.
@@ -55,8 +55,8 @@ class SavedState:
             self._write(REUSE, msgspec.msgpack.encode({**head, "learned": learned}))
 
     def load(self, times: Mapping[str, TimeModel], queues: Iterable[TierQueue], cache: KVCache) -> None:
-        """Set the speeds, and what the eviction policy has learned. A missing file has no effect. A damaged file is
-        logged and has no effect."""
+        """Read the files. Set the speeds of `times` and `queues`, and what the eviction policy of `cache` has learned.
+        A missing file has no effect. A damaged file is logged and has no effect."""
         with _damage_is_logged(self._folder / SPEEDS):
             self._load_speeds(times, queues)
         with _damage_is_logged(self._folder / REUSE):

@@ -21,7 +21,7 @@ class TimeModel:
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._empty = 0.0, 0.0
-        """Weight and seconds of the measurements with amount 0."""
+        """Sums over the measurements with amount 0: of their weights, and of their weighted seconds."""
 
     VALUES = 7
     """Number of `values`."""
@@ -56,8 +56,9 @@ class TimeModel:
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, limited to four times the estimate. A single outlier then has a small effect, and
-        repeated slow measurements still raise the estimate quickly.
+        """Add a measurement: `amount` of work took `seconds`. If there are enough measurements, `seconds` above four
+        times the estimate count as four times the estimate. A single slow outlier then has a small effect, and
+        repeated slow measurements still raise the estimated seconds quickly.
         """
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):

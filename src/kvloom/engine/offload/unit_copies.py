@@ -29,7 +29,8 @@ class UnitCopies:
         self._pending: list[tuple[Transfer, Lease]] = []
 
     def copy(self, objects: Objects) -> None:
-        """Start to store the pages `objects` as units. Skips pages that host memory does not have. Does not block."""
+        """Start to copy pages (`objects`) inside host memory. Each copy is cut into units, pages of HASH_TOKENS
+        tokens. Skips pages that host memory does not have. Does not block."""
         self.poll()
         if self._tier.stored_form(objects.form) == objects.form:
             return  # states do not depend on the block size
@@ -42,7 +43,7 @@ class UnitCopies:
         self._pending.append((transfer, lease))
 
     def poll(self) -> None:
-        """Release the pages whose copies are done."""
+        """End the leases of pages whose copies are done, so that host memory may evict these pages."""
         left = []
         for transfer, lease in self._pending:
             if transfer.done:

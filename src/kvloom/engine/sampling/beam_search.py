@@ -46,8 +46,9 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam of the next length: the beam in `slot`, followed by `token`. `total` is the cumulative log-probability
-    of the new beam. `candidates` are the most likely next tokens of the beam in `slot`. `token` is one of them."""
+    """A beam that is one token longer than the beam in `slot`: that beam, followed by `token`. `total` is the
+    cumulative log-probability of the new beam. `candidates` are the most likely next tokens of the beam in `slot`.
+    `token` is one of them."""
 
     slot: S
     token: int

@@ -189,7 +189,8 @@ class GrammarState:
         return states
 
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
-        """Store the answer of the process: the mask after the last token, and whether the output may or must end."""
+        """Store the answer of the process: the mask of the next token, whether the output may end here (`accepts`) or
+        must end (`done`), and the reason if no token is allowed (`error`)."""
         self.pending = False
         self.mask, self._error, self._done, self._accepts = mask, error, done, accepts
 
@@ -696,7 +697,7 @@ def _ended(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def collect(states: Sequence[GrammarState], seconds: float) -> None:
-    """Wait until no state is pending, at most `seconds`."""
+    """Wait until all masks of `states` have arrived, but at most `seconds`."""
     deadline = time.monotonic() + seconds
     while late := [state for state in states if state.pending]:
         left = deadline - time.monotonic()

@@ -149,7 +149,8 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
 
 
 class _Child:
-    """A child process for one grammar. It has one matcher for each answer that the grammar constrains."""
+    """A child process for one grammar. For each output with this grammar it has a matcher: llguidance's object for the
+    position of the output in the grammar."""
 
     def __init__(
         self, link: socket.socket, tokenizer: LLTokenizer, words: int, seconds: float, memory: int

@@ -66,8 +66,8 @@ class TokenCounts:
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Lower the logits of tokens that already occur in their requests, in place. Each of `rows` is a row number of
-    `logits`, with the parameters and token counts of its request.
+    """Lower the logits of tokens that already occur in their requests, in place. Each entry of `rows` is a tuple: a
+    row number of `logits`, and the parameters and token counts of the row's request.
 
     `repetition_penalty` applies to tokens of prompt and output. Presence and frequency penalties apply to tokens of
     the output."""
@@ -94,8 +94,8 @@ def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) ->
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Set the logits of some tokens to minus infinity, in place, so that these tokens are never sampled. Each of
-    `rows` is a row number of `logits`, with the tokens to mask in this row."""
+    """Set the logits of some tokens to minus infinity, in place, so that these tokens are never sampled. Each entry of
+    `rows` is a tuple: a row number of `logits`, and the tokens to mask in this row."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:
@@ -103,8 +103,8 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """Mask tokens in the rows `rows` of the logits, in place: all tokens whose bit in `bits` ([rows, words]) is not
-    set. A word has the bits of 32 tokens. Tokens beyond the last word are masked.
+    """Mask tokens in place, in those rows of the logits whose numbers are in `rows`. Masks all tokens whose bit in
+    `bits` ([rows, words]) is not set. A word has the bits of 32 tokens. Tokens beyond the last word are masked.
     """
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)

@@ -32,8 +32,8 @@ def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Return one word for each index of the vocabulary ([vocabulary], int32). The result is always the same, so store
-    it."""
+    """Return one 32-bit word for each token id of the vocabulary ([vocabulary], int32). The result is always the same,
+    so store it."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 

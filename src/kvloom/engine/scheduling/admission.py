@@ -132,8 +132,9 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return how many blocks in the pool can be moved to host memory (become cold). These are the blocks beyond
-        `resident_tokens` of running requests that are long or may become long.
+        """Return how many blocks of `running` requests can be moved from the pool to host memory (become cold). Only
+        requests that are long or may become long have such blocks: those that the pool has in addition to the blocks
+        of `resident_tokens` tokens.
         """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
@@ -148,7 +149,7 @@ class Admission:
 
         | array         | contents                                                                                  |
         |---------------|-------------------------------------------------------------------------------------------|
-        | [4, requests] | tokens after prefill, expected final tokens, cached tokens, tokens left to decode           |
+        | [4, requests] | four rows: tokens after prefill, expected final tokens, cached tokens, tokens left to decode |
         | [classes, 1]  | pages of each size class that all requests add from the end of the prompt to their final length |
         | [classes, 1]  | pages of each size class that the prompts of all requests still lack                      |
 
@@ -179,9 +180,10 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow
-        from `first` to `ends` tokens. For a windowed group, counts the number of blocks by which the visible range
-        grows, plus one, but not more than the new blocks.
+        """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
+        `first` to `ends` tokens. In a windowed group, old pages are released while new pages are added. For such a
+        group, the number of blocks by which the visible range grows counts, plus one, but at most the number of new
+        blocks.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

@@ -48,8 +48,8 @@ class Lookahead:
                 request.queued_prefix = self._cache.protect_queued(self._match(request), request.rank)
 
     def chunk_published(self, request: Request, start: int) -> None:
-        """Note that a running prompt has published the pages of a chunk, which begins at `start`. Queued requests that
-        share this part of the prompt are protected again in the next step, with the new pages."""
+        """Record that a running prompt has published the pages of a chunk, which begins at `start`. Queued requests
+        that share this part of the prompt are protected again in the next step, with the new pages."""
         block = self._cache.block_tokens
         for other in self._queue.nearest(MAX_COMPARED):
             if other.queued_prefix is not None and common_prefix(request, other, start, block):

@@ -19,9 +19,9 @@ from kvloom.engine.request import Request
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
 NextBlock = tuple[str, str, str, bool, int, bytes]
-"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, public tokens, and content. The content
-is all tokens up to the end of the block, and the digests of their images. A block of a public prefix has no tenant and
-no salt."""
+"""Identity of the next whole block of a request: tenant, adapter, salt, `CacheControl.lossy`, number of public tokens,
+and content. The content is all tokens up to the end of the block, and the digests of their images. A block of a public
+prefix has no tenant and no salt."""
 
 
 UNWEIGHTED = 1 / 16
@@ -161,7 +161,7 @@ class WaitingQueue:
     def requeue_ready(self, is_pending: Callable[[Request, bool], bool]) -> set[NextBlock | None]:
         """Queue the requests whose pages have arrived, and the requests that wait for the same pages. Return the next
         blocks of the requests that still wait. `is_pending(request, has_followers)` returns whether a request must
-        continue to wait.
+        continue to wait. `has_followers` means that other requests wait for the same pages.
         """
         waiting, self._loading = self._loading, []
         for request, next_block in waiting:

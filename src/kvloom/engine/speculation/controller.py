@@ -53,10 +53,10 @@ class Estimate:
     | field    | meaning                                                                                           |
     |----------|---------------------------------------------------------------------------------------------------|
     | `found`  | probability that the proposer has a draft for a request                                           |
-    | `chance` | probability that one more token of a draft is accepted; for drafts with `Draft.chances`: number   |
-    |          | of accepted tokens / sum of these chances                                                         |
-    | `unused` | position and tokens of a draft that was made while the proposer is off; no step verifies it, but  |
-    |          | a review compares it with the output of the request                                               |
+    | `chance` | probability that one more token of a draft is accepted. If drafts have `Draft.chances`, `chance`  |
+    |          | is instead the number of accepted tokens divided by the sum of `Draft.chances`                    |
+    | `unused` | a draft that a proposer made while it was off: the position of its first token, and its tokens.   |
+    |          | No step verifies this draft. `Speculation._review` later compares it with the request's output    |
     """
 
     chance: float = PRIOR
@@ -170,8 +170,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that is off. `requests` and `value` are the number of requests, and the mean value of their
-    estimates, when it was turned off. `steps` is the number of steps since then."""
+    """A proposer that is off. `requests` and `value` are from the time when it was turned off: the number of requests,
+    and the mean of their `Estimate.value`. `steps` is the number of steps since then."""
 
     requests: int
     value: float
@@ -181,8 +181,9 @@ class _TurnedOff:
 class Controller:
     """Decides the draft lengths of a step, for each proposer.
 
-    `lookups` are the proposers that need no device. While a lookup is off, its drafts are compared with the
-    output (`review`). Any other proposer that is off is tried every PROBE_STEPS steps instead.
+    `lookups` are the proposers that search earlier tokens and need no device. While a lookup is off, it is reviewed:
+    it makes drafts that no step verifies, and `Speculation` compares them with the output. Any other proposer that is
+    off is tried every PROBE_STEPS steps instead.
     """
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
@@ -214,11 +215,11 @@ class Controller:
         return off is not None and (proposer in self._lookups or off.steps < PROBE_STEPS)
 
     def step_begins(self, estimates: Sequence[dict[str, Estimate]]) -> list[str]:
-        """Count a step. Return the lookups that should be reviewed now. `estimates` are the estimates of each request,
-        by proposer.
+        """Count a step. Return the lookups whose unverified drafts should now be compared with the output (see
+        `Controller`). `estimates` are the estimates of each request, by proposer.
 
         The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
-        halved, or the mean value of their estimates has risen by RISE."""
+        halved, or the mean of their `Estimate.value` has risen by RISE."""
         self._since_plain = self._since_plain + 1 if self.wants_drafts else 0
         self._measuring = max(0, self._measuring - 1)
         count, due = len(estimates), []
@@ -236,7 +237,8 @@ class Controller:
 
     def review(self, proposer: str, value: float) -> None:
         """Allow a new decision about a proposer that is off, if `value` is larger by RISE than when the proposer was
-        turned off. `value` is the mean `Estimate.value`, or the mean share of accepted tokens in reviewed drafts."""
+        turned off. `value` is the mean `Estimate.value`, or the mean share of draft tokens that equal the output, in
+        drafts of a lookup that no step verified."""
         off = self._off.get(proposer)
         if off is not None and value > off.value + RISE:
             del self._off[proposer]

@@ -32,12 +32,13 @@ class Draft:
     chances: tuple[float, ...] = ()
 
     def parent(self, node: int) -> int:
-        """Return the parent of a node, -1 for the request's last token."""
+        """Return the index of a node's parent. -1 means that the parent is the request's last token."""
         return self.parents[node] if self.parents else node - 1
 
     @property
     def depths(self) -> list[int]:
-        """The number of tokens from the request's last token to each node. Children of the last token have 1."""
+        """The depth of each node: the number of tokens after the request's last token, up to and including the
+        node."""
         depths: list[int] = []
         for node in range(len(self.tokens)):
             parent = self.parent(node)
@@ -45,7 +46,7 @@ class Draft:
         return depths
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the first token of the draft to `node`."""
+        """Return the indexes of the nodes on the path from the first token of the draft to `node`."""
         if not self.parents:
             return list(range(node + 1))
         found = []
@@ -55,8 +56,8 @@ class Draft:
         return found[::-1]
 
     def follow(self, sampled: Sequence[int]) -> list[int]:
-        """Return the accepted nodes, in order. `sampled` are the sampled tokens after the request's last token and after
-        each node."""
+        """Return the indexes of the accepted nodes, in order. `sampled` are the sampled tokens after the request's
+        last token and after each node."""
         accepted: list[int] = []
         at = -1
         for node, token in enumerate(self.tokens):

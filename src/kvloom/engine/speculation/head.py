@@ -70,7 +70,8 @@ class HeadProposer(DraftModelProposer):
     def propose(
         self, requests: Sequence[DraftedRequest], counts: Sequence[int]
     ) -> Sequence[list[int] | Draft]:
-        """Propose drafts (see `DraftModelProposer`). In trees, `counts` are numbers of nodes."""
+        """Propose drafts (see `DraftModelProposer`). If the head drafts trees, `counts` has the largest number of
+        nodes of each tree."""
         if not self._tree_depth:
             return super().propose(requests, counts)
         trees: list[_Tree | None] = [
@@ -117,8 +118,8 @@ class HeadProposer(DraftModelProposer):
 
 class _Tree:
     """A draft tree while it grows. `nodes` are the candidates for the draft, each as (logarithm of its chance, index
-    of its parent, token, depth). `computed` are the nodes that the head computes, and `current` those of the current
-    run."""
+    of its parent in `nodes`, token, depth). `computed` has the indexes (in `nodes`) of the nodes that the head
+    computes, and `current` those of the current run."""
 
     def __init__(self, request: DraftedRequest, count: int) -> None:
         self.request, self.row, self._count = request, SampledRow(request), count

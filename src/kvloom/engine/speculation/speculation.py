@@ -31,7 +31,8 @@ HEADS = ("mtp", "eagle")
 TRIAL_REQUESTS = 16
 """Largest number of requests that get drafts of a lookup before any of its drafts was verified."""
 REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
-"""Longest time of one review of a lookup that is off, and the number of draft tokens that it compares per request."""
+"""Limits of one review (see `_review`) of a lookup that is off: its longest time, and the number of draft tokens that
+it compares per request."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 

@@ -8,8 +8,8 @@ __all__ = ["row_argmax"]
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return the index of the largest value in each row of a matrix ([rows], int64). Among equal values, the first
-    index is returned. For a row with NaN, the result is any valid index.
+    """Return the column of the largest value in each row of a matrix. The result is [rows], int64. Among equal values,
+    the first column is returned. For a row with NaN, the result is any valid column.
     """
     if rows.is_cuda and rows.dim() == 2 and rows.stride(1) == 1 and rows.numel():
         from . import triton_argmax

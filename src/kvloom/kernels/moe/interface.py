@@ -136,7 +136,8 @@ def expert_outputs(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return the outputs of the selected experts of each token, [tokens * picked, dim]. See `fused_moe`."""
+    """Return the outputs of the selected experts of each token, [tokens * picked, dim]. `fused_moe` calls this
+    function, and then adds the outputs of each token."""
     if x.is_cuda:
         return launch(x, index, gate_up, down, activation, tile)
     return _plain(x, index, gate_up, down, activation)
@@ -167,8 +168,8 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Run the Triton kernels of `expert_outputs`: three launches, or four for many pairs. `fused_moe` has checked the
-    arguments."""
+    """Compute `expert_outputs` with Triton kernels: three launches, or four if there are many (token, expert) pairs.
+    Does not check the arguments, because `fused_moe` has checked them."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)

@@ -2,9 +2,10 @@
 
 | found in a model                                              | replaced by                                       |
 |---------------------------------------------------------------|---------------------------------------------------|
-| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device      |
-| routers: softmax or sigmoid of one product, top-k             | one launch after the product                      |
-| blocks of a router, experts, and shared experts               | both replacements; the last launch adds residuals |
+| experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products; the host does not wait      |
+| routers: softmax or sigmoid of one product, top-k             | the product, and one launch for all the rest      |
+| blocks of a router, experts, and shared experts               | the two rows above; the last launch also adds the |
+|                                                               | residual                                          |
 
 Each replacement is first compared on random input. A module with different results is not changed.
 """
@@ -124,7 +125,7 @@ def fuse_router(module: Any) -> bool:
 
 
 def _candidates(module: Any) -> Iterator[Routing]:
-    """Yield the routings that a router's attributes allow, the usual ones first."""
+    """Yield the values of `Routing` that are consistent with a router's attributes, the usual ones first."""
     base = Routing(module.top_k, factor=float(getattr(module, "routed_scaling_factor", None) or 1.0))
     groups, kept = getattr(module, "num_group", None) or 1, getattr(module, "topk_group", None) or 1
     ways = [base]

@@ -24,7 +24,7 @@ class RotaryCache:
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
         """`kinds` lists the extra arguments (layer kinds) that a call may have. Each kind has one table of 2 * head
-        dim * limit numbers. `like` sets dtype and device."""
+        dim * limit numbers. The tables have the dtype and device of the tensor `like`."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
@@ -48,9 +48,9 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns
-    whether the embedding was replaced. `like` sets the dtype and device. A shorter table from an earlier call is
-    extended.
+    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns whether
+    the embedding was replaced. The table has the dtype and device of the tensor `like`. A shorter table from an
+    earlier call is extended.
     """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False

@@ -4,7 +4,8 @@ Keys and values do not depend on the format of weights: `kv_dtype` alone selects
 
 | method             | weights in memory                                     | packages                |
 |--------------------|-------------------------------------------------------|-------------------------|
-| compressed-tensors | dequantised at loading; inputs are quantised as asked | compressed-tensors      |
+| compressed-tensors | dequantised at loading (inputs are still quantised if | compressed-tensors      |
+|                    | the checkpoint's config asks for it)                  |                         |
 | fp8, mxfp8         | quantised on a GPU, dequantised on a CPU              | accelerate              |
 | mxfp4              | quantised on a GPU with `kernels`, else dequantised   | accelerate              |
 | bitsandbytes       | quantised                                             | bitsandbytes accelerate |

@@ -34,8 +34,8 @@ class HiddenStates:
         self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
 
     def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
-        """Write hidden states [tokens, size] to pages: of all tokens of a step, or only of the tokens with the
-        indexes `at`."""
+        """Write hidden states [tokens, size] to pages. They belong to all tokens of a step, or, with `at`, to the
+        tokens that have these indexes in the step."""
         pages, places = batch.pages[self._group][self._run], batch.places
         if at is not None:
             pages, places = pages[at], places[at]
@@ -65,7 +65,8 @@ class HiddenStates:
 
 
 def _rows_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each token of a step, and the number of the sequence to which the token belongs."""
+    """Return two tensors with one entry per token of a step. The first is 0, 1, 2, and so on: the index of the token
+    in the step. The second is the index, in the step, of the sequence to which the token belongs."""
     count = len(batch.tokens)
     packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
     rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)

@@ -97,10 +97,10 @@ class ExpandedPlan:
         limit: int,
         device: torch.device,
     ) -> None:
-        """`chosen` are the numbers of the expanded sequences in the step. For each sequence of the step, `bounds` has
-        the index of its first query, and `lengths` its number of tokens, including new tokens. At most `limit`
-        tokens are expanded at a time, with one exception: if a sequence has more than `limit` tokens, all of its
-        new tokens are expanded together."""
+        """`chosen` has the indexes, in the step, of the sequences to expand. For each sequence of the step, `bounds`
+        has the index of its first query, and `lengths` its number of tokens, including new tokens. At most `limit`
+        tokens are expanded at a time, with one exception: if a sequence has more than `limit` tokens, all of its new
+        tokens are expanded together."""
         self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []

@@ -40,8 +40,9 @@ def runs_separately(model: Any) -> bool:
 
 
 def run_separately(model: Any) -> None:
-    """Make a model compute a step one sequence at a time. Repeated calls are allowed. The first call computes a
-    few tokens. Raises ModelError if the logits of a prompt depend on how the prompt is split."""
+    """Make a model compute a step one sequence at a time. Repeated calls are allowed. The first call tests the model:
+    it computes a short prompt, whole and in several parts. Raises ModelError if the logits differ even when the parts
+    are computed token by token."""
     if runs_separately(model):
         return
     forward = _Separate(model)
@@ -126,7 +127,8 @@ class _Separate:
 
 
 def _fill(pages: Pages, cache: SequenceCache, row: int, start: int, dtype: torch.dtype) -> None:
-    """Copy the visible tokens before position `start`, and the states, from pages to an empty cache."""
+    """Copy the data of one sequence from pages to an empty cache: K and V of the tokens that are visible at position
+    `start`, and the states. `row` is the index of the sequence in the step."""
     for layer in pages.token_layers:
         window = cache.window(layer)
         first = 0 if window is None else max(0, start - window + 1)

@@ -46,7 +46,8 @@ SILU = {None: False, "silu": True, "swish": True}
 
 class DraftRows(NamedTuple):
     """The sequences of a step in two parts: tokens that are not drafts, and drafts. `tokens` and `draft_tokens` are
-    the packed indexes of the tokens of each part. No state is stored after drafts."""
+    the indexes of each part's tokens among the packed tokens of the step. `rows` and `draft_rows` describe the
+    sequences of each part for the kernels. No state is stored after drafts."""
 
     tokens: torch.Tensor
     rows: StateRows

@@ -6,7 +6,7 @@
 |----------------|-------------------------------------------------------|-----------------------|
 | DeepSeek V4    | in a `DynamicCache`, as buffers beside compressed K   | `DeepseekV4Cache`     |
 | Qwen4          | in a `DynamicCache`, with positions and token ids     | `Qwen4Cache`          |
-| RWKV           | a list of tensors, an argument and a result           | `RwkvCache`           |
+| RWKV           | a list of tensors that `forward` takes and returns    | `RwkvCache`           |
 | xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
 | RecurrentGemma | attributes of its modules; K and V are in a cache     | `RecurrentGemmaCache` |
 
@@ -30,7 +30,7 @@ States = dict[int, dict[str, torch.Tensor]]
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the cache in the arguments of a model's forward."""
+    """Return the name of the argument in which a model's `forward` takes the cache."""
     names = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in names else "past_key_values"
 

@@ -3,9 +3,9 @@
     slots before   | last | d1 | d2 | d3 | d4 |     accepted: d2, d4
     slots after    | last | d2 | d4 |    …    |
 
-A token of a tree is written to the slot of its index, but its position is its depth. Before accepted tokens are
-committed, their bytes move to the slots of their positions, in every layer of every group. Pages are therefore the same
-as without speculation.
+A token of a tree is written to the slot of its index in the tree, but its position follows from its depth. Before
+accepted tokens are committed, their bytes move to the slots of their positions, in every layer of every group. Pages
+are therefore the same as without speculation.
 """
 
 from __future__ import annotations

@@ -538,7 +538,7 @@ def _response_options(fields: CompletionFields | ChatFields, params: SamplingPar
 
 
 async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
-    """Wait until the client disconnects."""
+    """Wait until the client disconnects, and then report this to `stream`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.disconnect()

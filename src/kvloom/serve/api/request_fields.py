@@ -133,7 +133,8 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_ms: float | None = None
 
     def objective(self) -> Objective:
-        """Return the objective. Raises ApiError for a value that is not positive."""
+        """Return the limits of TTFT, time between tokens and deadline as an `Objective`. Raises ApiError if a limit is
+        not positive."""
         try:
             return Objective(self.ttft_ms, self.tbt_ms, self.deadline_ms)
         except ValueError as error:

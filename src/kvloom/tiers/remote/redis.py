@@ -299,7 +299,8 @@ class RedisStore(Store):
                 return
 
     def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Runs commands and returns their short replies. The reply of a failed command is a RedisReplyError."""
+        """Runs commands and returns their replies. Use this method only for commands whose replies are short. The
+        reply of a failed command is a RedisReplyError."""
         self._connection.send(commands)
         return [self._connection.read_reply() for _ in commands]
 

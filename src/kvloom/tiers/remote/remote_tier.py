@@ -190,12 +190,12 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached when the tier is
-    opened. Later faults never raise.
+    """A tier behind a connection. Thread-safe. The constructor raises TierError if the store cannot be reached. Later
+    faults of the store raise no exception.
 
-    `connect` opens one connection. `jobs` are the job classes of reads and writes. `on_shares` is called with the
-    shares of tenants. `max_page_bytes` is the largest page size that the tier accepts. `on_close` is called when the
-    tier is closed. `expiry` decides which pages have expired.
+    `connect` opens one connection. `jobs` are the job classes of reads and writes. `on_shares` is called when the
+    shares of tenants are set. `max_page_bytes` is the largest page size that the tier accepts. `on_close` is called
+    when the tier is closed. `expiry` decides which pages have expired.
     """
 
     def __init__(

@@ -148,7 +148,8 @@ class TierQueue:
             self._condition.notify()
 
     def cancel_load(self, load: QueuedLoad) -> None:
-        """Cancels a load. Its pages are freed when the tier releases them."""
+        """Cancels a load. The tier may still write to the load's host memory. The queue frees this memory when the
+        tier no longer uses it."""
         with self._condition:
             load.is_cancelled = True
             self._condition.notify()
