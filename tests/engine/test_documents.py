@@ -185,6 +185,19 @@ def test_a_crowded_pool_finishes_every_request() -> None:
     closed(engine)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", ["ngram", "suffix"])
+def test_drafts_without_weights_are_verified_on_copies(speculate: str) -> None:
+    prompt = TEXT + FIRST + FIRST[:20]  # a repetition, so that drafts are proposed
+    wanted = blended(model_of("llama"), prompt, SPANS[:1], 0.1, 16)
+    engine = reusing(model_of("llama"), speculate=speculate)
+    request = engine.add(prompt, greedy(16), CacheControl(documents=SPANS[:1]))
+    engine.run()
+    assert request.tokens == wanted
+    assert request.reused_tokens == 90
+    closed(engine)
+
+
 def test_log_probabilities_of_the_prompt_are_exact() -> None:
     engine = reusing(model_of("llama"))
     request = engine.add(
