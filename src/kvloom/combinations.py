@@ -250,6 +250,57 @@ REFUSED = {
         "cache: the token positions of messages are unknown until images and audio are expanded: send public_tokens, or "
         "text only",
     ),
+    "documents, images": Refused(
+        "request",
+        "cache.documents",
+        "images, audio",
+        "documents cannot be marked in a prompt with images or audio, whose positions are not those of plain text: omit "
+        "documents",
+    ),
+    "documents, model": Refused(
+        "engine",
+        "reuse_documents",
+        "a model whose K and V cannot move to another position",
+        "reuse_documents: {model}: {reason}: turn it off",
+    ),
+    "documents, states": Refused(
+        "engine",
+        "reuse_documents",
+        "a model with recurrent layers",
+        "reuse_documents: {model} has recurrent layers, whose states depend on all earlier tokens and cannot be copied: turn "
+        "it off",
+    ),
+    "documents, own cache": Refused(
+        "engine",
+        "reuse_documents",
+        "a model that runs with transformers' own cache",
+        "reuse_documents: {model} runs with transformers' own cache, which has no rotation of its own keys: turn it off",
+    ),
+    "documents, window": Refused(
+        "engine",
+        "reuse_documents",
+        "chunked attention",
+        "reuse_documents: what a layer of {model} sees depends on the position of a token in its chunk, so a document cannot "
+        "move: turn it off",
+    ),
+    "documents, draft": Refused(
+        "engine",
+        "reuse_documents",
+        "speculate draft=MODEL, mtp, eagle=FOLDER",
+        "reuse_documents: speculate {name} also needs the draft's own K and V of a document: use ngram or suffix",
+    ),
+    "documents, tensor parallel": Refused(
+        "engine",
+        "reuse_documents",
+        "tensor_parallel",
+        "reuse_documents: tensor_parallel {count}: documents are copied on one rank only: set tensor_parallel to 1",
+    ),
+    "documents, context parallel": Refused(
+        "engine",
+        "reuse_documents",
+        "context_parallel",
+        "reuse_documents: context_parallel {count}: documents are copied on one rank only: set context_parallel to 1",
+    ),
     "images, model": Refused(
         "request",
         "images",

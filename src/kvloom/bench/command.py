@@ -22,6 +22,7 @@ BENCHMARKS = {
     "metrics": "cost of the server's metrics (both)",
     "memory": "how soon a busy model uses the memory of an idle one (CPU)",
     "quality": "perplexity under quantised KV (both)",
+    "documents": "quality and time to first token if the K and V of documents are reused (both)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",

@@ -42,6 +42,9 @@ class CacheControl:
     The first `public_tokens` tokens are a public prefix, rounded down to whole blocks (`public_length`). Its blocks are
     hashed without tenant and salt, and all tenants that mark the same tokens share them. Later blocks depend on tenant
     and salt. `KVCache` needs `public_bytes` for such requests.
+
+    `documents` are token ranges [start, end) of the prompt, in order. An engine with `reuse_documents` may reuse the K
+    and V of such a range from another place in a prompt. The cache itself ignores them.
     """
 
     tenant: str = ""
@@ -53,8 +56,17 @@ class CacheControl:
     retain: tuple[RetainRange, ...] = ()
     lossy: bool = False
     public_tokens: int = 0
+    documents: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        last = 0
+        for start, end in self.documents:
+            if not last <= start < end:
+                raise ValueError(
+                    f"document [{start}, {end}) is empty, or begins before token {last}; give ranges in order, "
+                    "without overlap"
+                )
+            last = end
         if self.public_tokens < 0:
             raise ValueError(f"public_tokens {self.public_tokens} is negative; give a number of tokens, or 0")
         if self.tenant == PUBLIC_TENANT:

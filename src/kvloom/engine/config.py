@@ -139,6 +139,10 @@ class EngineConfig:
     public_bytes: int = 0
     """Bytes of the pool for public prefixes, which all tenants share (`CacheControl.public_tokens`). 0 refuses requests
     that mark a public prefix."""
+    reuse_documents: float | None = None
+    """Share of each document's tokens that a request computes, from 0 to 1. The K and V of its other tokens are copied
+    from another place. Answers are then approximate. None computes documents like any other text. Requests mark documents
+    (`CacheControl.documents`)."""
     tiers: Sequence[str | OpenTier] = ()
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -273,6 +277,8 @@ class EngineConfig:
         if self.max_loras < 0:
             raise ValueError(f"max_loras {self.max_loras} is negative: it must be 0 or more")
         _ = self.adapters  # raises for invalid values
+        if self.reuse_documents is not None:
+            self._check_documents(self.reuse_documents)
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
@@ -314,6 +320,17 @@ class EngineConfig:
             raise ValueError(refused("context parallel, static scales", count=count))
         if self.batch_invariant:
             raise ValueError(refused("context parallel, batch_invariant", count=count))
+
+    def _check_documents(self, share: float) -> None:
+        """Raise ValueError for a share outside 0 to 1, and for settings that do not support the reuse of documents."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"reuse_documents {share} must be from 0 to 1: the share of tokens to compute")
+        if self.tensor_parallel > 1:
+            raise ValueError(refused("documents, tensor parallel", count=self.tensor_parallel))
+        if self.context_parallel > 1:
+            raise ValueError(refused("documents, context parallel", count=self.context_parallel))
+        if self.draft_model or self.head:
+            raise ValueError(refused("documents, draft", name=self.draft_model or self.head))
 
     def _check_proposers(self) -> None:
         parts = self.proposers

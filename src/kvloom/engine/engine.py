@@ -28,10 +28,13 @@ from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import (
     Image,
     ImageInputs,
+    RotatedCopier,
+    RotationError,
     TokenMover,
     Work,
     runs_separately,
     separation_reason,
+    without_sinks,
 )
 from kvloom.models.vision import Vision
 
@@ -67,7 +70,7 @@ from .sampling import (
     TextStream,
     to_device,
 )
-from .scheduling import Scheduled, Scheduler
+from .scheduling import DocumentReuse, Scheduled, Scheduler
 from .speculation import (
     NO_DRAFT,
     Draft,
@@ -98,6 +101,10 @@ HELD_SECONDS = 0.002
 """Seconds that a step without work sleeps while the SLO gate defers requests."""
 MASK_WAIT_SECONDS = 0.01
 """Longest time, in seconds, that a step sleeps while all requests wait for grammar masks."""
+ROTATION_TOKENS = 24
+"""Number of tokens of the prompt that finds the rotations of layers, for `reuse_documents`."""
+ROTATION_TOLERANCE = {4: 1e-3, 2: 0.03, 1: 0.1}
+"""Largest relative error of rotated K, by bytes of a number in pages."""
 
 
 class Engine:
@@ -175,6 +182,10 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, config.token_budget, config.max_running, self.offload, self.adapters
         )
+        if config.reuse_documents is not None:
+            self.scheduler.documents = DocumentReuse(
+                self.cache, self._rotated_copier(), config.reuse_documents, self._apply_copies
+            )
         self.role: Role = "both"
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
@@ -247,6 +258,38 @@ class Engine:
             raise ValueError(refused("tree, states", nodes=nodes, model=type(self.model).__name__))
         if self.runner.pages.is_invariant:
             raise ValueError(refused("tree, batch_invariant", nodes=nodes))
+
+    def _rotated_copier(self) -> RotatedCopier:
+        """Return the object that copies documents. Computes a short prompt to find how layers rotate K. Raises
+        ValueError if the model does not support copies."""
+        model, cache, pages = type(self.model).__name__, self.cache, self.runner.pages
+        if runs_separately(self.model):
+            raise ValueError(refused("documents, own cache", model=model))
+        if cache.has_states:
+            raise ValueError(refused("documents, states", model=model))
+        if not all(group.spec.visibility.is_relative for group in self.layout.of("token")):
+            raise ValueError(refused("documents, window", model=model))
+        assert self.config.token_budget is not None
+        count = min(ROTATION_TOKENS, max(2, self.config.token_budget))
+        weight = self.model.get_input_embeddings().weight
+        tokens = np.full(count, len(weight) // 2, np.int32)
+        sequence = cache.open(cache.match(tokens, CacheControl(read=False, store=False)))
+        try:
+            if sequence.extend(count):
+                raise ValueError(f"reuse_documents: the pool has no pages for {count} tokens: enlarge it")
+            with without_sinks(self.model):
+                self.runner.score([Work(sequence, tokens.astype(np.int64))])
+            copier = RotatedCopier(cache, pages, self.model)
+            sizes = [
+                field.element_size() for field in pages.token_view(pages.token_layers[0]).fields.values()
+            ]
+            tolerance = ROTATION_TOLERANCE[min(weight.element_size(), *sizes, 4)]
+            copier.find_rotations(sequence.row, count, tolerance)
+        except RotationError as error:
+            raise ValueError(refused("documents, model", model=model, reason=str(error))) from None
+        finally:
+            sequence.close()
+        return copier
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
@@ -360,8 +403,10 @@ class Engine:
             media = media if activation is None else (*media, activation)
             control = replace(control, public_tokens=self.cache.public_length(control, len(ids), media))
         prompt_array = ids.astype(np.int32, copy=False)
+        # The requests that compute its documents come before it.
+        order = self._request_count + (len(control.documents) if self.scheduler.documents is not None else 0)
         request = Request(
-            self._request_count,
+            order,
             tokens,
             params,
             control,
@@ -379,7 +424,7 @@ class Engine:
             request.slo = SloState(objective, now if arrived is None else min(arrived, now))
         request.children = [
             Request(
-                self._request_count + i,
+                order + i,
                 tokens,
                 params,
                 request.control,
@@ -392,16 +437,41 @@ class Engine:
             )
             for i in range(1, params.samples)
         ]
+        if self.scheduler.documents is not None:
+            for sample in request.family:
+                sample.documents = self.scheduler.documents.documents_of(request)
         self._prepare_samples(request, grammar, text)
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
+        self._add_documents(request)
         if resume:
             self._output_processor.resume(request, resume)
-        self._request_count += params.samples
+        self._request_count = order + params.samples
         if adapter is not None:
             adapter.requests += 1
         return request
+
+    def _add_documents(self, request: Request) -> None:
+        """Queue requests that compute the documents of a new request, unless they are cached or are already being
+        computed. The request waits for them."""
+        reuse = self.scheduler.documents
+        if reuse is None or not request.documents or request.finish_reason is not None:
+            return
+        for place, (ids, control, key) in enumerate(reuse.missing(request)):
+            document = reuse.computing(key)
+            if document is None:
+                params = SamplingParams(max_tokens=1, temperature=0)
+                document = Request(
+                    self._request_count + place, tuple(ids.tolist()), params, control, request.priority,
+                    prompt_array=ids, adapter=request.adapter, is_document=True,
+                )  # fmt: skip
+                with suppress(ValueError):  # a document that can never run alone is computed in its place
+                    self.scheduler.add(document)
+                    reuse.set_computing(key, document)
+                    request.awaited.append(document)
+            else:
+                request.awaited.append(document)
 
     def _adapter_of(
         self, name: str | None, prompt: npt.NDArray[Any]
@@ -641,7 +711,7 @@ class Engine:
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
         if self.events is not None:
             self.events.flush()
-        updated = self._updated + self.scheduler.rejected
+        updated = [one for one in self._updated + self.scheduler.rejected if not one.is_document]
         self._updated, self.scheduler.rejected = [], []
         return updated
 

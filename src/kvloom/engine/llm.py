@@ -73,6 +73,13 @@ class Result:
     slo: dict[str, Any] | None = None
     """Objectives, prediction and outcome, in milliseconds. For a refused prompt, `refusal` is set and the finish reason
     is "slo". None if the prompt has no objective."""
+    num_reused_tokens: int = 0
+    """Number of prompt tokens whose K and V were copied from documents (`reuse_documents`)."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether K and V of documents were copied, so that the answer may differ from the model's answer."""
+        return self.num_reused_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +465,15 @@ class LLM:
                 *self._with_texts([one for one in request.prompt_logprobs if one is not None]),
             ]
         slo = None if request.slo is None else request.slo.report(request.output_count)
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs, slo)
+        return Result(
+            text,
+            list(request.prompt),
+            outputs,
+            request.cached_tokens or 0,
+            prompt_logprobs,
+            slo,
+            request.reused_tokens,
+        )
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish_reason is not None

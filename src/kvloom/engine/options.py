@@ -116,6 +116,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default=DEFAULT_POLICY, metavar="NAME", help=POLICY)
     add("--public-prefixes", type=size, default=0, metavar="SIZE", dest="public_bytes",
         help="bytes of the pool for public prefixes, which all tenants share (default: 0, which refuses them; docs/server.md)")  # fmt: skip
+    add("--reuse-documents", type=number(0, 1), metavar="SHARE",
+        help="copy the K and V of marked documents, and compute this share of their tokens, such as 0.15; answers are then "
+        "approximate (default: off; docs/documents.md)")  # fmt: skip
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
     add("--role", choices=("both", "prefill", "decode", "encode"), default="both", help=ROLE)

@@ -29,7 +29,7 @@ from .adapter_table import LoadedAdapter
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
 from .speculation import Estimate, TokenIndex
 
-__all__ = ["Request", "SloState", "token_ids"]
+__all__ = ["Document", "Request", "SloState", "token_ids"]
 
 SEEDS = 1 << 64
 
@@ -90,6 +90,16 @@ class SloState:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A token range [start, end) of a prompt whose K and V may be copied from a sequence with only these tokens. The
+    request computes the tokens before `copied_from` itself."""
+
+    start: int
+    end: int
+    copied_from: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence of tokens that grows: prompt, then output. In the table, "it" is the request.
@@ -135,6 +145,10 @@ class Request:
     | `adapter`                         | its LoRA adapter, or None                                                 |
     | `activation`                      | where an activated LoRA begins to apply; None: the adapter always applies |
     | `adapter_slot`                    | slot of its adapter while it runs                                         |
+    | `documents`                       | the documents of its prompt that may be copied                            |
+    | `awaited`                         | the requests that compute these documents                                 |
+    | `copied`                          | number of copied tokens of each document, by its start                    |
+    | `is_document`                     | true: the engine added it to compute a document of another request        |
     """
 
     order: int
@@ -195,6 +209,10 @@ class Request:
     adapter: LoadedAdapter | None = None
     activation: Media | None = None
     adapter_slot: int = 0
+    documents: tuple[Document, ...] = ()
+    awaited: list[Request] = field(default_factory=list)
+    copied: dict[int, int] = field(default_factory=dict)
+    is_document: bool = False
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key of requests. The request with the smallest rank runs first."""
@@ -321,6 +339,18 @@ class Request:
         """Whether the grammar process is still computing the next mask. The request cannot be scheduled before the
         mask has arrived."""
         return self.structure is not None and self.structure.pending
+
+    @property
+    def documents_pending(self) -> bool:
+        """Whether other requests still compute documents of this request. The request cannot be admitted before they
+        have finished."""
+        return any(one.finish_reason is None for one in self.awaited)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Number of prompt tokens whose K and V were copied from documents. If it is not 0, the answer is
+        approximate."""
+        return sum((self.parent or self).copied.values())
 
     @property
     def parked(self) -> bool:

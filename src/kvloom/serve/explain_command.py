@@ -135,6 +135,8 @@ def _account(record: Mapping[str, Any]) -> str:
         else f"{hit['tokens']:,} were loaded from {hit['tier']}"
         for hit in record["hits"]
     ]
+    if record.get("reused_tokens"):
+        found.append(f"{record['reused_tokens']:,} were copied from documents (the answer is approximate)")
     parts = [*found, f"{record['computed_tokens']:,} were computed"]
     return ", ".join(parts[:-1]) + (" and " if found else "") + parts[-1]
 

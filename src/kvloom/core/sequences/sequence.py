@@ -7,7 +7,7 @@ options.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy.typing as npt
@@ -217,6 +217,10 @@ class Sequence:
     def commit(self, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
         """Append computed tokens. See `KVCache.commit`."""
         self.cache.commit(self, tokens, state_length)
+
+    def stop_publishing(self) -> None:
+        """Publish no more blocks and take no more checkpoints. Published blocks stay cached."""
+        self.control, self.checkpoint_positions = replace(self.control, store=False), ()
 
     def rollback(self, n: int) -> int:
         """Discard the last `n` tokens. See `KVCache.rollback`."""

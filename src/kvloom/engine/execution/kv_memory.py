@@ -143,7 +143,8 @@ def allocate_kv_memory(
         slabs=slabs,
         reserved=reserved,
         model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
-        max_sequences=config.max_running,
+        # A copy of a document opens a second sequence for a moment.
+        max_sequences=config.max_running + (config.reuse_documents is not None),
         max_tokens=longest,
         tenants=config.tenants,
         public_bytes=config.public_bytes,

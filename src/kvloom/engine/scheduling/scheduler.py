@@ -31,6 +31,7 @@ from kvloom.engine.sampling import Finish, Successor, assign_slots
 from kvloom.models.paged import Work
 
 from .admission import Admission
+from .document_reuse import DocumentReuse
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, awaits_progress, choose_victim
@@ -89,6 +90,8 @@ class Scheduler:
         """Loads pages from tiers. None if the engine has no tiers."""
         self.adapters = adapters
         """LoRA adapters and their slots. None if the engine has no adapters."""
+        self.documents: DocumentReuse | None = None
+        """Copies documents of prompts. None if documents are not reused."""
         self._drained: str | None = None  # the adapter that gets no new requests in this step
         self.reachable_slabs = 0
         """Number of slabs to which the pool can certainly grow. A request that fits only into the grown pool waits for
@@ -284,7 +287,7 @@ class Scheduler:
                 if waiting is None:
                     break
                 deferred.append(waiting)
-                if waiting.mask_pending:
+                if waiting.mask_pending or waiting.documents_pending:
                     continue
                 if self._lacks_slot(waiting):
                     if len(deferred) > MAX_WITHOUT_SLOT:
@@ -619,7 +622,7 @@ class Scheduler:
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
-            request.sequence.control = replace(request.sequence.control, store=False)
+            request.sequence.stop_publishing()
             self._preempt(request, save=False)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
@@ -720,7 +723,7 @@ class Scheduler:
             )
             request.pool_miss = tier_miss if is_tier_miss else match.miss
         if request.cached_tokens is None:
-            request.count_cached(request.computed)
+            request.count_cached(request.computed - request.reused_tokens)
             if len(self.cache.roots) <= MAX_ROOTS:
                 request.other_tenant_has_more = self.cache.explain(match).reason == "other tenant"
             request.looked_up, request.started = looked_up, self.cache.clock.now()
@@ -823,6 +826,8 @@ class Scheduler:
         """
         sequence = request.sequence
         assert sequence is not None
+        if request.documents and self.documents is not None:
+            self.documents.copy(request)
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
         if request.is_long and len(self.running) > 1 and self.admission is not None:
@@ -831,6 +836,8 @@ class Scheduler:
             )  # other requests need pages in this step
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
+        if request.documents and (stop := DocumentReuse.next_stop(request)) is not None:
+            near = min(near, stop - request.computed)
         count = (
             near
             if sequence.next_checkpoint is None

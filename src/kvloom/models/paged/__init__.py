@@ -14,6 +14,7 @@
 | image_inputs      | a prompt's images as data                                                |
 | hidden_states     | hidden states of the target in the pages of a draft head                 |
 | token_mover       | moves accepted tokens of draft trees to the slots of their positions     |
+| rotated_copy      | copies the K and V of tokens to another position of another sequence     |
 | empty_cache       | the cache interface of an empty cache                                    |
 | dense_linear      | whether a linear layer is quantised                                      |
 | family_exceptions | changes for single families                                              |
@@ -38,6 +39,7 @@ from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleIma
 from .latents import absorb
 from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
+from .rotated_copy import RotatedCopier, RotationError, without_sinks
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 from .sequence_cache import SequenceCache, cache_argument, forward_arguments, new_cache
 from .token_mover import TokenMover
@@ -58,6 +60,8 @@ __all__ = [
     "ImageGroup",
     "ImageInputs",
     "Pages",
+    "RotatedCopier",
+    "RotationError",
     "Scales",
     "SequenceCache",
     "TokenMover",
@@ -85,5 +89,6 @@ __all__ = [
     "scale_sizes",
     "separation_reason",
     "up_projection",
+    "without_sinks",
     "write_scales",
 ]

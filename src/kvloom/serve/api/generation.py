@@ -263,6 +263,7 @@ class GenerationEndpoint(ABC):
                 transfer.encoder,
                 adapter,
                 prompt.public or (0 if fields.cache is None else fields.cache.public_tokens or 0),
+                list(prompt.documents) or ([] if fields.cache is None else fields.cache.documents or []),
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

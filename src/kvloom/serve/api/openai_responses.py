@@ -147,11 +147,10 @@ class ResponsesBuilder(ChatResponse):
         }
 
     def _usage(self) -> dict[str, Any]:
-        cached = sum(self.usage.cached.values())
         reasoning = "".join(block.text for block in self._blocks.blocks if block.kind == "reasoning")
         return {
             "input_tokens": self.usage.prompt,
-            "input_tokens_details": {"cached_tokens": cached},
+            "input_tokens_details": self.usage.prompt_details(),
             "output_tokens": self.usage.completion,
             "output_tokens_details": {"reasoning_tokens": self._encoder.count_tokens(reasoning)},
             "total_tokens": self.usage.prompt + self.usage.completion,

@@ -80,7 +80,7 @@ Some = TypeVar("Some")
 class Prompt:
     """The token ids of a prompt, and its text if known. Each entry of `retain` is a position and a number of seconds:
     pages before the position are retained for this time. The first `public` tokens are the public messages of a chat,
-    which all tenants share.
+    which all tenants share. `documents` are the token ranges of a chat's document parts.
 
     With `images` or `audio`, the tokens contain one placeholder per image or clip, which the engine process expands.
     """
@@ -90,6 +90,7 @@ class Prompt:
     retain: tuple[tuple[int, float], ...] = ()
     images: tuple[bytes, ...] = ()
     public: int = 0
+    documents: tuple[tuple[int, int], ...] = ()
     audio: tuple[bytes, ...] = ()
 
     @property
@@ -300,9 +301,44 @@ class PromptEncoder:
             )
         if any("tool_calls" in message for message in messages):
             check_values([messages], "messages")  # now including the parsed arguments of tool calls
-        return self._render(
+        prompt = self._render(
             messages, more, generate, on, bool(fields.add_special_tokens), limits, fields.chat_template
         )
+        texts = _document_texts(fields.messages)
+        if not texts or prompt.text is None or prompt.has_media or limits.keep is not None:
+            return prompt
+        return replace(
+            prompt, documents=self._document_ranges(prompt, texts, bool(fields.add_special_tokens))
+        )
+
+    def _document_ranges(
+        self, prompt: Prompt, texts: list[str], special: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the token ranges of documents in a rendered chat. A token that is only partly inside a document is left
+        out. The result is empty if the tokenizer does not report the positions of tokens, and if texts of the chat contain
+        control tokens."""
+        tokenizer, text = self.tokenizer, prompt.text
+        if text is None or not getattr(tokenizer, "is_fast", False):
+            return ()
+        assert tokenizer is not None
+        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        if list(found["input_ids"]) != prompt.tokens:
+            return ()
+        offsets = found["offset_mapping"]
+        ranges, at, token = [], 0, 0
+        for document in texts:
+            start = text.find(document, at)
+            if start < 0:
+                continue
+            at = start + len(document)
+            while token < len(offsets) and offsets[token][0] < start:
+                token += 1
+            first = token
+            while token < len(offsets) and offsets[token][1] <= at:
+                token += 1
+            if token > first:
+                ranges.append((first, token))
+        return tuple(ranges)
 
     def _template_variables(self, fields: ChatFields) -> dict[str, Any]:
         """Return the template variables besides the messages. Raises ApiError for a reserved name."""
@@ -587,10 +623,10 @@ def _read_content(
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind == "text" and isinstance(part, dict):
+        if kind in ("text", "document") and isinstance(part, dict):
             if not isinstance(part.get("text"), str):
                 raise bad_request(
-                    f"{where}: a content part of type text needs the field text, a string", "messages"
+                    f"{where}: a content part of type {kind} needs the field text, a string", "messages"
                 )
             parts.append({"type": "text", "text": part["text"]})
         elif kind == "image_url" and isinstance(part, dict) and limits.images is not None:
@@ -609,6 +645,13 @@ def _read_content(
         text = "".join(part["text"] for part in parts)
         return {**message, "content": text if forms.texts else _text_parts(text)}
     return {**message, "content": parts}
+
+
+def _document_texts(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the texts of all document parts of a chat, without spaces around them, because templates may strip them."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [text for part in parts if part.get("type") == "document" and (text := part["text"].strip())]
 
 
 def _text_parts(text: str) -> list[dict[str, Any]]:

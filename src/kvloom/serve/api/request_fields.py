@@ -44,6 +44,8 @@ MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
 MAX_BAD_WORDS = 128
 MAX_RANGES, MAX_RANGE_PRIORITY = 16, 100
+MAX_DOCUMENTS = 256
+"""Largest number of documents of a prompt."""
 """Largest number of token ranges (`cache.retain`) of one request, and largest absolute value of their priority."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
@@ -107,7 +109,8 @@ class CacheFields(msgspec.Struct, frozen=True):
     """Caching options of a request. `store` states whether the request adds pages to the cache, and `read` whether it
     uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
     is pinned in the pool. The first `public_tokens` tokens, or the first `public_messages` messages of a chat, are
-    a public prefix, which all tenants share.
+    a public prefix, which all tenants share. `documents` are token ranges [start, end) of the prompt whose K and V may
+    be reused at another place, if the server allows this.
     """
 
     store: bool | None = None
@@ -116,6 +119,7 @@ class CacheFields(msgspec.Struct, frozen=True):
     pin: float | None = None
     public_tokens: int | None = None
     public_messages: int | None = None
+    documents: list[tuple[int, int]] | None = None
 
     @property
     def is_public(self) -> bool:
@@ -322,6 +326,7 @@ def check_fields(fields: RequestFields) -> None:
     if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
         raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
     _check_public(fields)
+    _check_documents(fields)
     _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
@@ -414,6 +419,25 @@ def _check_public(fields: RequestFields) -> None:
             f"cache: public_messages {cache.public_messages} exceeds the {len(fields.messages)} messages",
             "cache",
         )
+
+
+def _check_documents(fields: RequestFields) -> None:
+    ranges = () if fields.cache is None else fields.cache.documents or ()
+    if len(ranges) > MAX_DOCUMENTS:
+        raise bad_request(f"cache: {len(ranges)} documents exceed the limit of {MAX_DOCUMENTS}", "cache")
+    if ranges and isinstance(fields, ChatFields):
+        raise bad_request(
+            "cache: documents are token ranges of a completion: in a chat, send document parts", "cache"
+        )
+    last = 0
+    for start, end in ranges:
+        if not last <= start < end < 1 << 31:
+            raise bad_request(
+                f"cache: document [{start}, {end}] is empty, or begins before token {last}: send ranges in order, without "
+                "overlap",
+                "cache",
+            )
+        last = end
 
 
 def _check_retain(ranges: Sequence[RetainFields]) -> None:

@@ -29,19 +29,27 @@ _FINISH_ERRORS: dict[str, ApiError] = {
 
 @dataclass(slots=True)
 class Usage:
-    """The token counts of a request. `cached` is the number of cached prompt tokens, by id of the prompt."""
+    """The token counts of a request. `cached` is the number of cached prompt tokens, by id of the prompt. `reused` is the
+    number of prompt tokens whose K and V were copied from documents. With such tokens the answer is approximate."""
 
     prompt: int = 0
     completion: int = 0
     cached: dict[int, int] = field(default_factory=dict)
+    reused: dict[int, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        found = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "prompt_tokens_details": self.prompt_details(),
         }
+        return found | ({"approximate": True} if any(self.reused.values()) else {})
+
+    def prompt_details(self) -> dict[str, int]:
+        """Return how many prompt tokens were cached, and how many were reused, if any."""
+        reused = sum(self.reused.values())
+        return {"cached_tokens": sum(self.cached.values())} | ({"reused_tokens": reused} if reused else {})
 
 
 class ResponseBuilder(ABC):
@@ -166,6 +174,7 @@ class ResponseBuilder(ABC):
             raise bad_request(f"{why}: {delta.stop_reason}", "response_format", logged=why)
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached_tokens
+        self.usage.reused[delta.id] = delta.reused_tokens
         if delta.prompt_tokens is not None:  # such a request has one prompt
             self.usage.prompt = delta.prompt_tokens
 

@@ -85,6 +85,7 @@ class Metrics:
         self._engine, self.model = engine, model
         self.is_enabled = is_enabled
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.disconnected = 0
+        self.reused_tokens = 0
         self.finish_reasons = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
         self.hit_tokens = Counter({"device": 0})
         self.saved_time = SavedTime()
@@ -109,6 +110,7 @@ class Metrics:
             return
         self.prompt_tokens += record.prompt_tokens
         self.cached_tokens += record.cached_tokens
+        self.reused_tokens += record.reused_tokens
         self.output_tokens += record.output_tokens
         self.disconnected += record.is_disconnected
         for reason in record.finish_reasons or ["cancelled" if record.is_disconnected else "failed"]:
@@ -127,7 +129,7 @@ class Metrics:
         self.ttft.add(record.ttft_seconds)
         prefill = record.ttft_seconds - record.queue_seconds
         self.prefill_time.add(prefill)
-        computed = record.prompt_tokens - record.cached_tokens
+        computed = record.prompt_tokens - record.cached_tokens - record.reused_tokens
         self.saved_time.add(computed, record.cached_tokens, prefill, record.load_seconds)
         self.decode_time.add(record.seconds - record.ttft_seconds)
         self.inference_time.add(record.seconds - record.queue_seconds)
@@ -157,6 +159,7 @@ class Metrics:
             Series("kvloom_engine_restarts", "counter", "Restarts of the engine", engine.restarts),
             Series("kvloom_prompt_tokens", "counter", "Prompt tokens", self.prompt_tokens, ("vllm:prompt_tokens",)),
             Series("kvloom_cached_prompt_tokens", "counter", "Prompt tokens found in the cache", self.cached_tokens, ("vllm:prompt_tokens_cached",)),
+            Series("kvloom_reused_prompt_tokens", "counter", "Prompt tokens copied from documents; answers are then approximate", self.reused_tokens),
             Series("kvloom_output_tokens", "counter", "Output tokens", self.output_tokens, ("vllm:generation_tokens",)),
             Series("kvloom_disconnected_requests", "counter", "Requests whose client disconnected", self.disconnected),
             Series("kvloom_finished_answers", "counter", "Finished answers by finish reason", dict(self.finish_reasons), labels=("reason",)),

@@ -74,6 +74,11 @@ class RequestRecord:
         return sum(progress.cached_tokens for progress in self.progress.values())
 
     @property
+    def reused_tokens(self) -> int:
+        """Number of prompt tokens whose K and V were copied from documents."""
+        return sum(progress.reused_tokens for progress in self.progress.values())
+
+    @property
     def hit_tokens(self) -> Counter[str]:
         """Number of cached prompt tokens, by the tier that had them."""
         found: Counter[str] = Counter()
@@ -187,7 +192,9 @@ class RequestRecord:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
-            "computed_tokens": self.prompt_tokens - self.cached_tokens,
+            "reused_tokens": self.reused_tokens,
+            "approximate": self.reused_tokens > 0,
+            "computed_tokens": self.prompt_tokens - self.cached_tokens - self.reused_tokens,
             "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
             "preemptions": sum(progress.preemptions for progress in self.progress.values()),

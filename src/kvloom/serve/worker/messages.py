@@ -138,6 +138,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     - `store`, `read`: whether the request adds pages to the cache, and whether it uses cached pages.
     - `salt`: only requests with the same salt share pages.
     - `public_tokens`: length of the public prefix, which all tenants share.
+    - `documents`: token ranges whose K and V may be reused at another place.
     - `ends_session`: this is the last request of a session.
     - `lossy`: the request accepts pages that a tier re-encoded.
     - `retain`: priorities of token ranges.
@@ -177,6 +178,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lora: str | None = None
     """Name of the LoRA adapter. None means the base model."""
     public_tokens: int = 0
+    documents: list[tuple[int, int]] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -275,6 +277,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     - `prompt_logprobs`: if requested, log-probabilities of all prompt tokens except the first. Only answer 0 has them.
     - `prompt_tokens`: for a prompt with images, the number of its tokens after placeholders are expanded.
     - `embedding`: if requested, the values of the embedding as float32, little-endian.
+    - `reused_tokens`: the number of prompt tokens whose K and V were copied from documents.
     """
 
     id: int
@@ -288,6 +291,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     prompt_logprobs: list[list[TokenLogprob]] | None = None
     prompt_tokens: int | None = None
     embedding: bytes | None = None
+    reused_tokens: int = 0
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True):
@@ -324,6 +328,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `accepted_tokens`      | number of `draft_tokens` that were accepted                                            |
     | `slo`                  | objective, prediction and outcome (`SloState.report`), or None without an objective    |
     | `chunks`               | computed prompt chunks: start, end, tokens. At most MAX_CHUNKS; more are merged        |
+    | `reused_tokens`        | number of prompt tokens whose K and V were copied from documents                       |
     """
 
     id: int
@@ -344,6 +349,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     accepted_tokens: int = 0
     slo: dict[str, Any] | None = None
     chunks: list[tuple[float, float, int]] = []
+    reused_tokens: int = 0
 
 
 HistogramCounts = tuple[list[int], float]

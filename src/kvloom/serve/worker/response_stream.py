@@ -89,4 +89,5 @@ def _merged(a: Delta, b: Delta) -> Delta:
         b.stop_reason,
         logprobs,
         prompt_tokens=b.prompt_tokens,
+        reused_tokens=b.reused_tokens,
     )

@@ -559,6 +559,7 @@ class Worker:
             prompt,
             _prompt_tokens(one.request),
             None if answer.embedding is None else answer.embedding.astype("<f4").tobytes(),
+            one.request.reused_tokens,
         )
 
     def _stats(self) -> EngineStats | None:
@@ -627,6 +628,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.accepted_tokens for answer in request.family),
         None if request.slo is None else request.slo.report(request.output_count),
         one.chunks,
+        request.reused_tokens,
     )
 
 
@@ -666,6 +668,7 @@ def _control(message: Add) -> CacheControl:
         session=session,
         lossy=message.lossy,
         public_tokens=message.public_tokens,
+        documents=tuple(message.documents),
     )
 
 
