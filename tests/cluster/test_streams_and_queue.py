@@ -52,6 +52,35 @@ def test_a_different_answer_is_refused() -> None:
         stream.feed(event("Help", [1]))
 
 
+def test_text_before_an_error_reaches_the_client() -> None:
+    stream = AnswerStream(hides_tokens=True)
+    failed = b'data: {"error": {"message": "the engine died", "type": "server_error"}}\n\n'
+    out, _ = stream.feed(event("Hel", [1]) + failed)
+    assert texts(out) == ["Hel"]
+    with pytest.raises(WorkerFailedError, match="died"):
+        stream.check()
+    stream.restart()
+    stream.check()
+    out, _ = stream.feed(event("Hello", [1, 2]))
+    assert texts(out) == ["lo"]
+
+
+def test_a_request_cancelled_while_a_place_becomes_free_does_not_block_the_queue() -> None:
+    async def run() -> None:
+        queue = FairQueue(1)
+        await queue.enter("a", 1)
+        tasks = [asyncio.create_task(queue.enter("b", 1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        queue.leave()  # before the cancelled task runs
+        await asyncio.wait(tasks, timeout=60)
+        assert tasks[0].cancelled()
+        assert tasks[1].done()
+        assert (queue.running, queue.waiting) == (1, 0)
+
+    asyncio.run(run())
+
+
 def test_errors_of_a_worker_fail_over_and_errors_of_the_request_do_not() -> None:
     stream = AnswerStream(hides_tokens=True)
     with pytest.raises(WorkerFailedError, match="died"):

@@ -53,11 +53,12 @@ class AnswerStream:
         self._finished: set[int] = set()
         self._head: dict[str, Any] = {}
         self._buffer = b""
+        self._failure: WorkerFailedError | DivergedError | None = None
 
     def restart(self) -> None:
         """Prepare for another worker, whose stream repeats the answer from its beginning."""
         self._buffer, self._is_continued, self._again = b"", True, {}
-        self._known, self._tokens = self.tokens, []
+        self._known, self._tokens, self._failure = self.tokens, [], None
 
     @property
     def tokens(self) -> list[int]:
@@ -70,15 +71,27 @@ class AnswerStream:
         """Process `data` from a worker. Return the bytes to send to the client, and the number of new tokens.
 
         An error event that the client caused (FATAL_TYPES) is sent to the client. Raises WorkerFailedError for other
-        error events, and DivergedError if the answer differs from the text that the client has.
+        error events, and DivergedError if the answer differs from the text that the client has. If there are bytes to
+        send before the error, `feed` returns them, and `check` raises the error.
         """
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
-        out, count = [], 0
+        out, count = b"", 0
         for event in events:
-            passed, tokens = self._event(event)
-            out.append(passed)
+            try:
+                passed, tokens = self._event(event)
+            except (WorkerFailedError, DivergedError) as error:
+                if not out:
+                    raise
+                self._failure = error
+                break
+            out += passed
             count += tokens
-        return b"".join(out), count
+        return out, count
+
+    def check(self) -> None:
+        """Raise the error after the bytes that `feed` returned. Does nothing if there was none."""
+        if self._failure is not None:
+            raise self._failure
 
     def _event(self, event: bytes) -> tuple[bytes, int]:
         if not event.startswith(b"data:"):

@@ -84,10 +84,11 @@ class FairQueue:
                 self._queues.pop(tenant, None)
                 continue
             place, tokens = queue.popleft()
-            place.set_result(None)
             self.waiting -= 1
-            self.running += 1
-            self._service[tenant] = self._service.get(tenant, 0.0) + tokens
+            if not place.cancelled():  # a cancelled task may not have run since, and is still in the queue
+                place.set_result(None)
+                self.running += 1
+                self._service[tenant] = self._service.get(tenant, 0.0) + tokens
             if queue:
                 self._offer(tenant)
             else:

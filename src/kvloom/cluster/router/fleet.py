@@ -4,7 +4,8 @@
                                           └──────▶ Subscriber: adds its events to the index of its model
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
-workers. The index keeps the blocks of a dead worker. When the worker restarts, its events replace these blocks.
+workers. The index keeps the blocks of a dead worker. When a check succeeds again, a snapshot replaces these blocks,
+because the worker may have restarted.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class Worker:
     """Number of open requests that other routers had sent when the worker last reported. It is `open_requests` minus
     the open requests of this router at that time.
     """
-    streams: set[Callable[[], None]] = field(default_factory=set)
-    """Functions that abort the requests running on the worker."""
+    streams: dict[Callable[[], None], None] = field(default_factory=dict)
+    """Functions that abort the requests running on the worker, oldest first."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
@@ -313,6 +314,7 @@ class Fleet:
             if worker.failed_checks >= FAILED_CHECKS and worker.is_alive:
                 self._died(worker, f"{type(error).__name__}: {error}")
             return
+        may_have_restarted = worker.failed_checks > 0 or not worker.is_alive
         worker.failed_checks = 0
         worker.encodes = {model: offer for model, offer in offers.items() if offer.role == "encode"}
         is_reached, offers = bool(offers), {m: o for m, o in offers.items() if m not in worker.encodes}
@@ -330,6 +332,10 @@ class Fleet:
                 known.step_times, known.objective = offer.step_times, offer.objective
                 known.encoders = offer.encoders
                 known.adapters, known.resident_adapters = offer.adapters, offer.resident_adapters
+                # A restarted worker counts its batches from 0 again, so a gap would look like batches of this worker.
+                # Workers that are not kvloom have no snapshots.
+                if may_have_restarted and known.hash_model is not None and model in worker.subscribers:
+                    self._follow(worker, model, known)
             load = self.models[model].scorer.loads.get(worker.name)
             if load is not None:
                 load.adapters = set(offer.resident_adapters)
@@ -397,18 +403,26 @@ class Fleet:
                 worker.name,
             )
         elif offer.events is not None:
+            self._follow(worker, model, offer)
 
-            def apply(batch: EventBatch) -> None:
-                served.index.apply(worker.name, batch)
-                load = served.scorer.loads.get(worker.name)
-                if load is not None:
-                    load.cached_tokens = served.index.counts(worker.name)[GPU] * HASH_TOKENS
+    def _follow(self, worker: Worker, model: str, offer: Offer) -> None:
+        """Start to follow the events of a worker. The blocks that the worker has now replace those in the index."""
+        served, earlier = self.models[model], worker.subscribers.pop(model, None)
+        if earlier is not None:
+            earlier[1].cancel()
 
-            key = self._events_key if offer.events_need_key else None
-            subscriber = Subscriber(offer.events, offer.replay, apply, key=key)
-            task = asyncio.create_task(subscriber.run())
-            task.add_done_callback(_report)
-            worker.subscribers[model] = subscriber, task
+        def apply(batch: EventBatch) -> None:
+            served.index.apply(worker.name, batch)
+            load = served.scorer.loads.get(worker.name)
+            if load is not None:
+                load.cached_tokens = served.index.counts(worker.name)[GPU] * HASH_TOKENS
+
+        assert offer.events is not None
+        key = self._events_key if offer.events_need_key else None
+        subscriber = Subscriber(offer.events, offer.replay, apply, key=key)
+        task = asyncio.create_task(subscriber.run())
+        task.add_done_callback(_report)
+        worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
         """Stop following the events of a model that a worker no longer serves, and remove the worker's blocks from the

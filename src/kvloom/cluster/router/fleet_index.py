@@ -215,6 +215,12 @@ class FleetIndex:
         """
         blocks = self._workers.get(worker)
         if blocks is not None and blocks.has_events:
+            self.unexpect(worker, hashes)
+
+    def unexpect(self, worker: str, hashes: Iterable[int]) -> None:
+        """Remove blocks from the expected blocks of a worker, because the worker will not compute them."""
+        blocks = self._workers.get(worker)
+        if blocks is not None:
             gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
             self._expected.dropped(gone, (0,), str(blocks.number))
 

@@ -377,8 +377,9 @@ class Proxy:
         if load is not None:
             load.first_token(call, now())
         self._encoded(call)
+        hashes = call.hashes.pop(worker.name, [])
         if call.keys is not None and call.keys.tokens is not None:
-            served.index.arrived(worker.name, call.hashes.get(worker.name, []))
+            served.index.arrived(worker.name, hashes)
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
         """Count a failed attempt of a call. The caller ends a call after too many failures, because the call itself may
@@ -390,7 +391,11 @@ class Proxy:
 
     def _end(self, call: Call, worker: Worker) -> None:
         self._encoded(call)
-        load = self.fleet.models[call.model].scorer.loads.get(worker.name)
+        served = self.fleet.models[call.model]
+        without_token = call.hashes.pop(worker.name, [])
+        for index in (served.index, served.texts):
+            index.unexpect(worker.name, without_token)
+        load = served.scorer.loads.get(worker.name)
         if load is not None:
             load.ended(call, now())
 
@@ -504,7 +509,8 @@ class Proxy:
             has_begun = False
             more, tasks = self._hand_over(call, worker, choice)
             try:
-                async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
+                attempt = _Attempt(self, call, worker, call.with_fields(more), send)
+                async with attempt as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
                         call.refused |= not _is_away(last[2])
@@ -512,16 +518,17 @@ class Proxy:
                     if not call.is_stream:
                         body = await answer.read()
                         self._first_token(call, worker)
-                        await _respond(send, answer.status, _headers(answer), body)
+                        await _respond(attempt.send, answer.status, _headers(answer), body)
                         return
                     has_begun = True
                     self._first_token(call, worker)
-                    await send(
+                    await attempt.send(
                         {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
                     )
                     while data := await answer.read_any():
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                    await send({"type": "http.response.body", "body": b""})
+                        await attempt.send({"type": "http.response.body", "body": data, "more_body": True})
+                        attempt.check()
+                    await attempt.send({"type": "http.response.body", "body": b""})
                     return
             except _AbortedError as error:
                 self._failed(call, worker, error)
@@ -616,14 +623,16 @@ class Proxy:
         if is_continued:
             self.counts.continued_streams += 1
             stream.restart()
-        async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
+        attempt = _Attempt(self, call, worker, call.with_fields(more), send)
+        async with attempt as answer:
             if answer.status in TRY_ANOTHER or (is_continued and answer.status != 200):
                 return answer.status, _headers(answer), await answer.read()
             if answer.status != 200:
-                await _respond(send, answer.status, _headers(answer), await answer.read())
+                await _respond(attempt.send, answer.status, _headers(answer), await answer.read())
                 return None
             load = self.fleet.models[call.model].scorer.loads.get(worker.name)
             while not stream.is_done:
+                attempt.check()
                 data = answer.take()
                 if not data:
                     limit = self.options.silent_seconds if stream.has_begun else until - now()
@@ -641,7 +650,7 @@ class Proxy:
                 if not has_begun:
                     for counts in (self.counts, worker.sent):
                         counts.ttft.add(now() - call.at)
-                    await send(
+                    await attempt.send(
                         {
                             "type": "http.response.start",
                             "status": 200,
@@ -652,27 +661,53 @@ class Proxy:
                     self._first_token(call, worker)
                     if load is not None:
                         load.grew(call, count)
-                await send({"type": "http.response.body", "body": passed, "more_body": not stream.is_done})
+                await attempt.send(
+                    {"type": "http.response.body", "body": passed, "more_body": not stream.is_done}
+                )
+                stream.check()
             return None
 
 
 class _Attempt:
-    """One POST to a worker. Raises _AbortedError if the worker dies. Reports the death of the worker to the fleet."""
+    """One POST to a worker. Raises _AbortedError if the worker dies. Reports the death of the worker to the fleet.
 
-    def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes) -> None:
+    `send` sends a message to the client. The death of the worker does not interrupt it. Otherwise the client would lack
+    this part of the answer, although the next worker continues after it.
+    """
+
+    def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes, send: Send) -> None:
         self._proxy, self._call, self._worker, self._data = proxy, call, worker, data
+        self._send = send
         self._answer: WorkerConnection | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._died = False
+        self._cancelling = 0
+        """Number of earlier requests to cancel the task."""
+        self._died = self._is_sending = self._has_cancelled = False
 
     def _abort(self) -> None:
         self._died = True
-        if self._task is not None:
+        if self._task is not None and not self._is_sending and not self._has_cancelled:
+            self._has_cancelled = True
             self._task.cancel()
+
+    async def send(self, message: Any) -> None:
+        """Send a message to the client."""
+        self._is_sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_sending = False
+
+    def check(self) -> None:
+        """Raise _AbortedError if the worker died while a message was sent to the client."""
+        if self._died:
+            raise _AbortedError("the worker died")
 
     async def __aenter__(self) -> WorkerConnection:
         self._task = asyncio.current_task()
-        self._worker.streams.add(self._abort)
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        self._worker.streams[self._abort] = None
         call, proxy = self._call, self._proxy
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
         left = max(0.1, call.at + proxy.options.deadline_seconds - now())
@@ -682,13 +717,13 @@ class _Attempt:
                 self._worker.url, call.path, headers, self._data, left
             )
         except BaseException as error:
-            self._worker.streams.discard(self._abort)
+            self._worker.streams.pop(self._abort, None)
             self._translate(error)
             raise
         return self._answer
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._worker.streams.discard(self._abort)
+        self._worker.streams.pop(self._abort, None)
         if self._answer is not None:
             if error is None:
                 self._answer.release()
@@ -699,10 +734,10 @@ class _Attempt:
 
     def _translate(self, error: BaseException) -> None:
         """Raise _AbortedError if `error` means that the worker is gone."""
-        if isinstance(error, asyncio.CancelledError) and self._died:
-            if self._task is not None:
-                self._task.uncancel()
-            raise _AbortedError("the worker died") from None
+        if isinstance(error, asyncio.CancelledError) and self._has_cancelled and self._task is not None:
+            self._has_cancelled = False
+            if self._task.uncancel() <= self._cancelling:  # otherwise the client is gone, too
+                raise _AbortedError("the worker died") from None
         if isinstance(error, UnreachableError):
             self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
             raise _UnreachableError("the worker accepts no connection") from None
