@@ -166,7 +166,7 @@ fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECO
 		KVLOOM_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m hypothesis --hypothesis-seed=$$(date +%s) || exit 1; \
 	done
 
-simulate: setup ## the engine and its tiers on a virtual clock, with faults: SIMULATE="--seeds 1000 --seconds 3600"
+simulate: setup ## engine with tiers, and router, on a virtual clock with faults: SIMULATE="--world router --seeds 1000"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.simulation $(SIMULATE)
 
 chaos: setup ## kills, stops, partitions and spoiled disks on real processes, 10 minutes: CHAOS="--seconds 60 --seed 1"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tools.simulation import faults, stand_in_model
+from tools.simulation.command import run_scenario
 from tools.simulation.engine_world import InvariantError, run_engine_scenario
 from tools.simulation.scenario import Scenario, make_scenario
 from tools.simulation.shrink import failure_of, shrink
@@ -56,7 +57,7 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_scenario_that_failed_once_passes(path: Path) -> None:
-    run_engine_scenario(Scenario.from_json(json.loads(path.read_text())))
+    run_scenario(Scenario.from_json(json.loads(path.read_text())))
 
 
 def test_a_copy_to_the_wrong_page_gives_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,5 +129,7 @@ def test_the_command_prints_a_summary(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary["scenarios"] == 1
-    assert summary["failures"] == []
+    assert set(summary) == {"engine", "router"}
+    for world in summary.values():
+        assert world["scenarios"] == 1
+        assert world["failures"] == []

@@ -29,21 +29,28 @@ STEMS = 5
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of the simulation. `seed` decides the interleaving of threads, the delays and the faults."""
+    """A run of the simulation. `seed` decides the interleaving of threads, the delays and the faults. `world` is
+    "engine" or "router"."""
 
     seed: int
     settings: dict[str, Any]
     operations: list[Operation]
+    world: str = "engine"
 
     def with_operations(self, operations: list[Operation]) -> Scenario:
         return replace(self, operations=operations)
 
     def to_json(self) -> dict[str, Any]:
-        return {"seed": self.seed, "settings": self.settings, "operations": self.operations}
+        return {
+            "world": self.world,
+            "seed": self.seed,
+            "settings": self.settings,
+            "operations": self.operations,
+        }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Scenario:
-        return cls(found["seed"], found["settings"], found["operations"])
+        return cls(found["seed"], found["settings"], found["operations"], found.get("world", "engine"))
 
 
 def make_scenario(seed: int, steps: int) -> Scenario:

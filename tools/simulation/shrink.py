@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .scenario import Operation, Scenario
@@ -24,7 +25,17 @@ SIMPLEST: dict[str, Any] = {
     "tiers": [],
     "block_tokens": 16,
     "layers": "full",
+    "foreign": [False] * 4,
+    "capacity": 60,
+    "inflight": 8,
+    "queue": 100,
+    "attempts": 4,
+    "deadline": 60,
+    "silent": 10,
+    "wait": 10,
+    "route": "kv",
 }
+"""The simplest values of settings. A scenario has the settings of its world only."""
 
 
 def failure_of(run: Run, scenario: Scenario) -> str | None:
@@ -50,7 +61,7 @@ def shrink(run: Run, scenario: Scenario, seconds: float = 120.0) -> Scenario:
     scenario = _fewer_operations(scenario, fails)
     for name, value in SIMPLEST.items():
         if name in scenario.settings and scenario.settings[name] != value:
-            simpler = Scenario(scenario.seed, {**scenario.settings, name: value}, scenario.operations)
+            simpler = replace(scenario, settings={**scenario.settings, name: value})
             if fails(simpler):
                 scenario = simpler
     return _fewer_operations(_smaller_operations(scenario, fails), fails)
@@ -75,7 +86,7 @@ def _fewer_operations(scenario: Scenario, fails: Callable[[Scenario], bool]) -> 
 def _smaller_operations(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     """Remove optional fields of requests, and faults one by one."""
     for number, operation in enumerate(scenario.operations):
-        if operation[0] not in ("add", "faults"):
+        if operation[0] not in ("add", "send", "faults"):
             continue
         for name in list(operation[1]):
             if name in ("stem", "own", "max_tokens"):
