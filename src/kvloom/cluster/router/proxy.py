@@ -148,7 +148,7 @@ class Proxy:
         alive = len(self.fleet.candidates(call.model, call.adapter))
         self.queue.resize(self.options.inflight * max(1, alive))
         try:
-            async with asyncio.timeout(self.options.deadline_seconds):
+            async with asyncio.timeout(max(0.0, call.at + self.options.deadline_seconds - now())):
                 await self.queue.enter(call.tenant, call.keys.length)
         except QueueFullError:
             raise ApiError(503, f"{self.options.queue} requests wait already: try again later", code="queue_full", retry_after=1) from None  # fmt: skip

@@ -228,15 +228,15 @@ class WorkerClient:
                 connection.close()
             elif await _started(connection, request, now + seconds):
                 return connection
-        connection = await self._connect(place)
+        connection = await self._connect(place, min(CONNECT_SECONDS, seconds))
         if not await _started(connection, request, now + seconds):
             raise ConnectionResetError("the worker closed the connection before its answer")
         return connection
 
-    async def _connect(self, place: _Place) -> WorkerConnection:
+    async def _connect(self, place: _Place, seconds: float) -> WorkerConnection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
                     lambda: WorkerConnection(place), place.host, place.port, ssl=place.context
                 )
