@@ -34,7 +34,7 @@ FIELDS = {
     "id", "request_id",
     "model", "adapter", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
     "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "draft_tokens", "accepted_tokens",
-    "finish_reason", "slo",
+    "reused_tokens", "approximate", "finish_reason", "slo",
 }  # fmt: skip
 
 Observed = tuple[Running, Receiver]
