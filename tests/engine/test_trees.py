@@ -24,6 +24,8 @@ from tests.engines import make_engine
 from tests.models.heads import EagleReference, Reference, save_eagle, save_mtp
 from tests.models.zoo import expected, tiny
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["llama", "gemma3_text", "llama4_text", "deepseek_v3"]
 
 

@@ -615,6 +615,7 @@ def test_triton_is_the_plain_path(name: str, options: Arguments, lengths: list[i
 
 
 @pytest.mark.parametrize(("name", "options"), TRITON_CASES, ids=case_name)
+@pytest.mark.slow
 def test_triton_stores_the_state_before_a_draft(name: str, options: Arguments) -> None:
     """Outputs are those of whole rows. Stored states are those after the first tokens of each row."""
     pytest.importorskip("triton")
@@ -664,6 +665,7 @@ class Spy:
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.slow
 def test_triton_in_short_dtypes(name: str, dtype: torch.dtype, kept: torch.dtype) -> None:
     pytest.importorskip("triton")
     check_dtype(RULES[name], RULES[name].triton, dtype, kept)

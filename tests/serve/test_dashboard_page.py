@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
 WHY = missing()
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY), reason=WHY)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 RECORD = {
     "id": "cmpl-0123456789abcdef",

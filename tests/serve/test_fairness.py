@@ -14,6 +14,8 @@ import pytest
 
 from tests.serve.running import MODEL, Running, running
 
+pytestmark = pytest.mark.slow
+
 RED, BLUE = "key-of-red-1", "key-of-blue-1"
 LONG = {"prompt": "go on", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 

@@ -20,6 +20,8 @@ from transformers import LlamaForCausalLM
 
 from tests.serve.running import DEVICE, MODEL, Running, model_folder, running
 
+pytestmark = pytest.mark.slow
+
 OTHER, THIRD = "other", "third"
 ON_GPU = DEVICE != "cpu"
 MEMORY = (32 if ON_GPU else 2) << 20  # a slab is 2 MiB on a GPU

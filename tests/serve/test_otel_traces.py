@@ -8,6 +8,8 @@ from kvloom.serve.metrics.otel_traces import traces_url
 from tests.serve.receiver import Receiver, attributes
 from tests.serve.running import MODEL, Running
 
+pytestmark = pytest.mark.slow
+
 RED = "key-of-red-1"
 Observed = tuple[Running, Receiver]
 

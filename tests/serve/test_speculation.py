@@ -13,6 +13,8 @@ import pytest
 from tests.serve.browser import missing, open_url
 from tests.serve.running import Running, running
 
+pytestmark = pytest.mark.slow
+
 REPEATED = "one two three four five six seven eight nine ten " * 4
 
 

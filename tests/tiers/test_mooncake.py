@@ -40,7 +40,7 @@ from kvloom.tiers.testing.conformance import (
 
 from .servers import mooncake_master, stopped
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 MIB = 1 << 20
 CAPACITY = 8 * MIB
 

@@ -28,7 +28,7 @@ from kvloom.tiers.testing.conformance import FORM, PAGE, block_hash, filled, get
 
 from .servers import mooncake_master, redis_server, s3_bucket
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 MIB = 1 << 20
 CAPACITY = 8 * MIB
 TTL = 100.0
