@@ -24,6 +24,7 @@ from tests.engine.test_tensor_parallel import POOL, made
 from tests.engine.thread_ranks import ThreadRanks, parallel_engine
 from tests.engines import make_engine
 from tests.models.zoo import expected
+from tests.tiers.servers import redis_server
 
 
 def stored(engine: Engine) -> None:
@@ -52,6 +53,25 @@ def closed(engine: Engine) -> None:
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:
     return [request.tokens for request in requests]
+
+
+@pytest.mark.server
+def test_restart_loads_pages_of_all_ranks_from_redis(tmp_path: Path) -> None:
+    prompts = drawn("ranks, redis", 70, 50)
+    wanted = tokens_of(served(make_engine(made("llama"), POOL), prompts))
+    with redis_server(tmp_path) as (port, _):
+        for cached in ([0, 0], [64, 48]):
+            engine = parallel_engine(
+                made("llama"),
+                2,
+                pool_bytes=POOL,
+                tiers=["host:8MiB", f"redis://127.0.0.1:{port}?capacity=64MiB"],
+                offload=PATIENT,
+            )
+            requests = served(engine, prompts)
+            assert tokens_of(requests) == wanted
+            assert [request.cached_tokens for request in requests] == cached
+            closed(engine)
 
 
 @pytest.mark.few(1)

@@ -294,7 +294,7 @@ def _bench(args: argparse.Namespace) -> int:
     folder = folder_of(args.model)
     model, tokenizer = load(folder, "float32", args.device)
     if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer")
+        raise ValueError(f"{args.model} has no tokenizer: give --model a folder that has one")
     draw = random.Random(args.seed)
     cases = continuation_cases(tokenizer, args.cases, args.documents, args.tokens, args.question, draw)
     found = retrieval_cases(tokenizer, 4 * args.cases, *RETRIEVAL, draw)

@@ -144,7 +144,7 @@ def _bench(args: argparse.Namespace) -> int:
     use_threads(args.threads)
     model, tokenizer = load(folder, args.dtype, args.device)
     if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer")
+        raise ValueError(f"{args.model} has no tokenizer: give --model a folder that has one")
     pool = args.pool
 
     def ids(files: Sequence[str]) -> list[int]:
