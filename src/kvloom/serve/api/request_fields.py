@@ -424,7 +424,9 @@ def _check_public(fields: RequestFields) -> None:
 def _check_documents(fields: RequestFields) -> None:
     ranges = () if fields.cache is None else fields.cache.documents or ()
     if len(ranges) > MAX_DOCUMENTS:
-        raise bad_request(f"cache: {len(ranges)} documents exceed the limit of {MAX_DOCUMENTS}: send fewer", "cache")
+        raise bad_request(
+            f"cache: {len(ranges)} documents exceed the limit of {MAX_DOCUMENTS}: send fewer", "cache"
+        )
     if ranges and isinstance(fields, ChatFields):
         raise bad_request(
             "cache: documents are token ranges of a completion: in a chat, send document parts", "cache"
