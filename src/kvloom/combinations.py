@@ -434,17 +434,18 @@ REFUSED = {
         "a model that is already loaded",
         "context_parallel {count}: every rank loads the weights itself: give the model's folder or name",
     ),
-    "context parallel, tiers": Refused(
+    "context parallel, cold pages": Refused(
         "engine",
         "context_parallel",
-        "tiers",
-        "context_parallel {count}: a block is divided between the ranks, and tiers store only whole pages: remove the tiers",
+        "requests longer than the pool",
+        "attention over cold pages reads whole blocks of host memory, and ranks have parts of them: give a larger pool",
     ),
-    "context parallel, draft": Refused(
+    "context parallel, head": Refused(
         "engine",
         "context_parallel",
-        "speculate draft=MODEL, mtp, eagle=FOLDER",
-        "context_parallel {count}: a draft model or head runs on one rank only: use speculate ngram or suffix",
+        "speculate mtp, eagle=FOLDER",
+        "context_parallel {count}: a head uses hidden states and the output matrix, which are divided between ranks: use "
+        "speculate draft=MODEL, ngram or suffix",
     ),
     "context parallel, lora": Refused(
         "engine",

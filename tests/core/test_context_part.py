@@ -37,7 +37,7 @@ def test_pages_of_full_attention_are_divided_and_windows_are_not() -> None:
     whole, mine = PoolLayout.build(layers), PoolLayout.build(layers, part=ContextPart(1, 4))
     sizes = [[group.layer_bytes for group in layout.groups] for layout in (whole, mine)]
     assert sizes[1] == [sizes[0][0] // 4, sizes[0][1]]
-    assert [mine.is_divided(group) for group in mine.groups] == [True, False]
+    assert [group.parts for group in mine.groups] == [4, 1]
     assert whole.part == WHOLE
-    assert not any(whole.is_divided(group) for group in whole.groups)
+    assert [group.parts for group in whole.groups] == [1, 1]
     assert mine.bytes_per_token() == TOKEN.bytes // 4 + WINDOW.bytes

@@ -15,6 +15,7 @@ from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
 from kvloom.models.paged import divided_step
 from kvloom.models.sharding import RankError
 from kvloom.models.specs import ModelError
+from tests.engine.test_offload import PATIENT
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
 from tests.engine.thread_ranks import context_engine
 from tests.engines import make_engine
@@ -60,13 +61,14 @@ def test_four_ranks_generate_the_tokens_of_hugging_face(family: str) -> None:
     [
         {"kv_dtype": "int8"},
         {"speculate": "ngram"},
+        {"speculate": "suffix"},
         {"ahead": True},
         {"token_budget": 16, "max_running": 2, "block_tokens": 32},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("least", [1, 10**6], ids=["divided steps", "whole steps"])
-@pytest.mark.parametrize("family", ["llama", "bamba", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "bamba", "gpt_oss", "gemma3_text", "deepseek_v3"])
 def test_settings_give_the_tokens_of_one_rank(
     family: str, least: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,40 @@ def test_settings_give_the_tokens_of_one_rank(
     wanted = generate(one, prompts)
     with ranks(model, 2, **settings) as engine:
         assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "ahead", "tiers"),
+    [
+        ("llama", False, False),
+        ("llama", True, True),
+        ("bamba", True, False),
+        ("gemma3_text", False, True),
+        ("deepseek_v3", True, True),
+    ],
+)
+def test_a_draft_model_on_rank_0_gives_the_tokens_of_one_rank(
+    family: str, ahead: bool, tiers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target itself, or another model. A second engine loads the pages of both models from disk."""
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 8)
+    model, prompts = made(family), prompts_of(5, (40, 33, 50))
+    wanted = expected(model, prompts)
+    made("llama").save_pretrained(tmp_path / "draft")
+    settings: dict[str, Any] = {"speculate": f"draft={tmp_path / 'draft'}", "draft_tokens": 3, "ahead": ahead}
+    if tiers:
+        settings |= {"tiers": ["host:4MiB", f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
+    for round_ in range(2):
+        with ranks(model, 2, **settings) as engine:
+            assert {group.parts for group in engine.layout.groups if group.spec.lifetime == "draft"} == {1}
+            requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+            engine.run()
+            assert [request.tokens for request in requests] == wanted
+            if tiers and round_:
+                assert sum(request.cached_tokens or 0 for request in requests) > 0
+            if family == "llama":  # with wrong pages from disk, the draft model would guess wrongly
+                assert all(request.accepted_tokens == request.draft_tokens > 0 for request in requests)
 
 
 @pytest.mark.few(1)
@@ -136,8 +172,7 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
     ("settings", "reason"),
     [
         ({"tensor_parallel": 2}, "either the weights or the context"),
-        ({"tiers": ["host:1MiB"]}, "tiers store only whole pages"),
-        ({"speculate": "draft=x"}, "runs on one rank only"),
+        ({"speculate": "mtp"}, "a head uses hidden states and the output matrix"),
         ({"max_loras": 1}, "merge the adapter"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "use kv_scales dynamic"),

@@ -308,10 +308,8 @@ class EngineConfig:
             return
         if self.tensor_parallel > 1:
             raise ValueError(refused("context parallel, tensor_parallel", count=count))
-        if self.tiers:
-            raise ValueError(refused("context parallel, tiers", count=count))
-        if self.draft_model or self.head:
-            raise ValueError(refused("context parallel, draft", count=count))
+        if self.head:
+            raise ValueError(refused("context parallel, head", count=count))
         if self.uses_lora:
             raise ValueError(refused("context parallel, lora", count=count))
         if self.max_pool_bytes is not None:

@@ -230,7 +230,9 @@ class Engine:
             offload.cold_refusal = refused("batch_invariant, cold pages")
         elif self.group is not None:
             offload.cold = None
-            offload.cold_refusal = refused("tensor parallel, cold pages")
+            divides_context = self.config.context_parallel > 1
+            reasons = refused("tensor parallel, cold pages"), refused("context parallel, cold pages")
+            offload.cold_refusal = reasons[divides_context]
         elif runs_separately(self.model):
             offload.cold = None
             offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)

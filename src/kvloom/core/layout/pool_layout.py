@@ -50,6 +50,9 @@ class PageGroup:
     pages_per_slab: int
     page_stride: int
     """Distance between two pages in the pool, in bytes. The bytes after `page_bytes` are padding."""
+    parts: int = 1
+    """Number of ranks between which each block is divided (context parallelism). A page contains the tokens of one
+    rank."""
 
     @property
     def name(self) -> str:
@@ -133,8 +136,11 @@ class PoolLayout:
             numbering = "media" if spec.axis == "media" else spec.unit
             column = next_column[numbering]
             next_column[numbering] += runs
+            parts = block_tokens // tokens[spec]
             groups.append(
-                PageGroup(index, spec, tuple(names), tokens[spec], runs, column, slab // stride, stride)
+                PageGroup(
+                    index, spec, tuple(names), tokens[spec], runs, column, slab // stride, stride, parts
+                )
             )
         return cls(tuple(groups), slab, block_tokens, part)
 
@@ -156,10 +162,6 @@ class PoolLayout:
         """Return the fraction of a slab of `group` that is padding."""
         used = group.pages_per_slab * group.layer_bytes * len(group.layers) / group.runs
         return 1 - used / self.slab_bytes
-
-    def is_divided(self, group: PageGroup) -> bool:
-        """Return whether the blocks of a group are divided between ranks (context parallelism)."""
-        return group.spec.unit == "token" and group.block_tokens < self.block_tokens
 
     def bytes_per_token(self) -> int:
         """Return the bytes of one text token over all layers that store it. With context parallelism, this is the mean
@@ -207,8 +209,10 @@ def _numbering(spec: LayerSpec) -> str:
 
 
 def _is_divisible(spec: LayerSpec) -> bool:
-    """Return whether context parallelism divides the blocks of a layer between ranks."""
-    return spec.unit == "token" and spec.axis == "text" and not spec.visibility.windowed
+    """Return whether context parallelism divides the blocks of a layer between ranks. A draft model runs on one rank, so
+    its blocks are whole."""
+    is_full = spec.unit == "token" and spec.axis == "text" and not spec.visibility.windowed
+    return is_full and spec.lifetime != "draft"
 
 
 def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:

@@ -6,13 +6,17 @@ The arena is the memory of the host tier. On a GPU it is pinned, and copies run 
 copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
 hashes or requests.
 
-With tensor parallelism the arena is shared memory. A page in it has the parts of all ranks side by side, and each
-rank copies its own part. Tiers therefore store whole pages, and only rank 0 uses them:
+With several ranks the arena is shared memory. A page in it has the parts of all ranks side by side, and each rank
+copies its own part. Tiers therefore store whole pages, and only rank 0 uses them:
 
     pool of rank 0: page 7 ──> |  rank 0  |  rank 1  | <── pool of rank 1: page 7
                                one page in the arena
 
-Pages that are equal on all ranks, such as latents of MLA, have one part. Rank 0 offloads it, and all ranks load it.
+Pages that are equal on all ranks have one part. Rank 0 offloads it, and all ranks load it.
+
+    ranks divide    pages with one part for each rank     pages with one part
+    the weights     K and V, recurrent states             latents of MLA
+    the context     full attention, latents of MLA        sliding and chunked windows, recurrent states
 """
 
 from __future__ import annotations
@@ -58,8 +62,9 @@ would cost too much."""
 
 def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
     """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
-    is the number of the page. A page has the parts of all `ranks`, or one part if it is equal on all ranks. Pages of
-    equal size with different layouts, or of another number of ranks, have different forms.
+    is the number of the page. `ranks` is the number of ranks that divide the weights. A page has the parts of all
+    ranks, or one part if it is equal on all ranks. Pages of equal size with different layouts, or of another number of
+    ranks, have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
@@ -70,7 +75,9 @@ def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
         order="LFHTD" if parts == 1 else "RLFHTD",
         page_bytes=page_bytes,
         run_bytes=page_bytes if single else group.layer_bytes,
-        shard=f"run {run} of {group.runs}" + (f", {ranks} ranks" if ranks > 1 else ""),
+        shard=f"run {run} of {group.runs}"
+        + (f", {ranks} ranks" if ranks > 1 else "")
+        + (f", blocks in {group.parts} parts" if group.parts > 1 else ""),
         layout=_layout_text(group, run, fields),
     )
 
@@ -85,21 +92,29 @@ def unit_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, UnitForm]:
     units.
 
     A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
-    tokens. Omits a group if its blocks own another number of pages in that layout, or if there is padding between
-    the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS tokens.
+    tokens. Omits a group if its blocks own another number of pages in that layout, if its blocks are divided between
+    ranks, or if there is padding between the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS
+    tokens.
     """
-    if layout.block_tokens == HASH_TOKENS:
-        return {}
-    layers = {name: group.spec for group in layout.groups for name in group.layers}
-    units = PoolLayout.build(layers, HASH_TOKENS)
+    groups, units = _unit_groups(layout)
     return {
         form_of(group, run, ranks): UnitForm(
             form_of(unit, run, ranks), _page_fields(unit, ranks), _page_fields(group, ranks)
         )
-        for group, unit in zip(layout.groups, units.groups, strict=True)
+        for group, unit in zip(groups, units, strict=True)
         for run in range(group.runs)
         if group.runs == unit.runs and not _has_gaps(group, ranks) and not _has_gaps(unit, ranks)
     }
+
+
+def _unit_groups(layout: PoolLayout) -> tuple[list[PageGroup], list[PageGroup]]:
+    """Return the groups whose pages tiers store as units, and the groups of the units. Both are empty if `layout` has
+    blocks of HASH_TOKENS tokens."""
+    groups = [group for group in layout.groups if group.parts == 1]
+    if layout.block_tokens == HASH_TOKENS or not groups:
+        return [], []
+    layers = {name: group.spec for group in groups for name in group.layers}
+    return groups, list(PoolLayout.build(layers, HASH_TOKENS).groups)
 
 
 def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
@@ -110,12 +125,8 @@ def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
     The tier receives tokens as plain float32 values, so the stored form does not depend on the KV dtype. Raises
     ValueError for pages whose scales are not in the page, and for pages with padding between the parts of ranks.
     """
-    layers = {name: group.spec for group in layout.groups for name in group.layers}
-    layouts = [layout]
-    if layout.block_tokens != HASH_TOKENS:
-        layouts.append(PoolLayout.build(layers, HASH_TOKENS))
     found = {}
-    for group in (group for each in layouts for group in each.groups):
+    for group in (*layout.groups, *_unit_groups(layout)[1]):
         if _has_gaps(group, ranks):
             raise ValueError(f"its pages of {group.name} have padding between the parts of {ranks} ranks")
         values = PageValues(_page_fields(group, ranks))
@@ -144,9 +155,9 @@ def _page_fields(group: PageGroup, ranks: int) -> PageFields:
 
 def _parts(group: PageGroup, ranks: int) -> int:
     """Return the number of parts of a page in the arena. It is 1 if the page is equal on all ranks, or if only rank 0
-    uses it, as for a draft model."""
+    uses it, as for a draft model. `ranks` is the number of ranks that divide the weights."""
     is_divided = any(field.shard_axis is not None for field in group.spec.fields)
-    return ranks if is_divided and group.spec.lifetime != "draft" else 1
+    return group.parts * (ranks if is_divided and group.spec.lifetime != "draft" else 1)
 
 
 def _has_gaps(group: PageGroup, ranks: int) -> bool:
@@ -229,7 +240,7 @@ class LoadEvent:
 
 
 class RankCopies(Protocol):
-    """Repeats copies between pool and host memory on the other ranks of a tensor-parallel group."""
+    """Repeats copies between pool and host memory on the other ranks."""
 
     @property
     def count(self) -> int:
@@ -310,6 +321,8 @@ class HostPages:
         rank: int = 0,
     ) -> None:
         self.buffer = buffer
+        self.weight_ranks = 1 if ranks is None else ranks.count // layout.part.count
+        """Number of ranks that divide the weights. Only rank 0 knows it."""
         self._arena, self._ranks, self._rank = arena, ranks, rank
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
@@ -323,11 +336,6 @@ class HostPages:
             self._copiers[stride] = Copier(buffer, stride)
             count = memory.numel() // stride
             self._rows[stride] = memory[: count * stride].view(count, stride)
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks whose parts a page in the arena has. Only rank 0 knows it."""
-        return 1 if self._ranks is None else self._ranks.count
 
     @property
     def has_failed(self) -> bool:
@@ -387,7 +395,7 @@ class HostPages:
     def is_whole(self, group: PageGroup) -> bool:
         """Return whether the pages of a layer group have one part, although there are several ranks. These pages are
         copied by `offload_whole` and `load_whole`."""
-        return self.ranks > 1 and _parts(group, self.ranks) == 1
+        return self._ranks is not None and _parts(group, self.weight_ranks) == 1
 
     def offload_whole(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0

@@ -71,13 +71,14 @@ def open_offload(
     config: OffloadConfig | None = None,
     ranks: RankCopies | None = None,
 ) -> OffloadManager:
-    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache. With tensor
-    parallelism, rank 0 opens the tiers, and `ranks` are the other ranks. They map host memory.
+    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache. With several
+    ranks, rank 0 opens the tiers, and `ranks` are the other ranks. They map host memory.
 
     Raises ValueError for an invalid URL, and for a tier that cannot be opened. If a tier with `optional=1` cannot
     be opened, the error is only logged.
     """
     layout, device, count = cache.layout, buffer.device, 1 if ranks is None else ranks.count
+    weight_ranks = count // layout.part.count
     check_tiers(text for text in tiers if isinstance(text, str))
     hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
     write: str | None = None
@@ -105,11 +106,13 @@ def open_offload(
             ranks.share(memory)
             memory = None  # other processes must not map memory that ranks write to: they use TCP
         others = [text for text in tiers if text not in hosts]
-        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout, count))
+        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout, weight_ranks))
     except BaseException:
         host.close()
         raise
-    places = [_with_unit_pages(_with_values(place, layout, count), layout, count) for place in places]
+    places = [
+        _with_unit_pages(_with_values(place, layout, weight_ranks), layout, weight_ranks) for place in places
+    ]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
         cache,

@@ -98,7 +98,7 @@ class PageOffloader:
         """From now on, also store offloaded pages as units (pages of HASH_TOKENS tokens), for workers with another
         block size. Does nothing if this worker's own blocks have HASH_TOKENS tokens.
         """
-        forms = unit_forms(self.cache.layout, self._pages.ranks) if self._units is None else {}
+        forms = unit_forms(self.cache.layout, self._pages.weight_ranks) if self._units is None else {}
         if forms:
             self._units = UnitCopies(self.transfers.host, forms)
 

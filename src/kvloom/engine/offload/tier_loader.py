@@ -61,7 +61,7 @@ class TierLoader:
         jobs: Callable[[], Iterable[LoadJob]],
         ranks: int = 1,
     ) -> None:
-        """Pages in tiers have the parts of all `ranks`."""
+        """`ranks` is the number of ranks that divide the weights."""
         self.cache, self.transfers, self.config = cache, transfers, config
         self.prefill_time, self._stats, self._jobs = prefill_time, stats, jobs
         self.forms: Forms = {

@@ -97,7 +97,7 @@ class HostCopies:
             rank = 1 + min(range(len(self._done)), key=self._done.__getitem__)
             self._fail(f"rank {rank} has not copied pages in time")
         if (reason := self._failure()) is not None:
-            raise RankError(f"tensor parallel: {reason}: restart the engine")
+            raise RankError(f"ranks: {reason}: restart the engine")
 
     def _start(self, message: ShareHost | CopyHost, seconds: float | None = None) -> int:
         self.check()

@@ -638,7 +638,7 @@ class BatchBuilder:
             tables={group.index: tables[group.columns] for group in tokens},
             slots={
                 group.index: self._own_slots(at[group.columns], numbers.positions, group.block_tokens)
-                if self.cache.layout.is_divided(group)
+                if group.parts > 1
                 else slots[group.columns]
                 for group in tokens
             },

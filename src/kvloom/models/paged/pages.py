@@ -111,8 +111,6 @@ class Pages(EmptyCache):
         With context parallelism, the blocks of `layout` are divided between `ranks`.
         """
         self.layout, self.device, self._piece = layout, buffer.device, piece
-        if layout.part != WHOLE and ranks is None:
-            raise ValueError("the blocks of this layout are divided between ranks: pass `ranks`")
         self._ranks = ranks if layout.part != WHOLE else None
         self.divided: DividedStep | None = None
         """The tokens of the step that this rank computes. None if it computes all of them."""
@@ -144,6 +142,8 @@ class Pages(EmptyCache):
                 self._states[int(found[1])] = view
             else:
                 self._views[int(found[1])] = view, spec.visibility
+                if ranks is None and self._is_divided(view):
+                    raise ValueError(f"the blocks of {name} are divided between ranks: pass `ranks`")
         self._batch: Batch | None = None
         self.steps: MixerSteps
         """The sequences of the current step, for mixers."""
@@ -309,7 +309,7 @@ class Pages(EmptyCache):
 
     def _is_divided(self, view: LayerView) -> bool:
         """Return whether the blocks of a layer are divided between ranks."""
-        return self.layout.is_divided(self.layout.groups[view.group])
+        return self.layout.groups[view.group].parts > 1
 
     def _write_rotated(
         self,
