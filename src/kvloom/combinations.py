@@ -447,12 +447,6 @@ REFUSED = {
         "context_parallel {count}: a head uses hidden states and the output matrix, which are divided between ranks: use "
         "speculate draft=MODEL, ngram or suffix",
     ),
-    "context parallel, lora": Refused(
-        "engine",
-        "context_parallel",
-        "LoRA adapters",
-        "context_parallel {count}: adapters are not loaded on the other ranks: merge the adapter into the model",
-    ),
     "context parallel, elastic pool": Refused(
         "engine",
         "context_parallel",

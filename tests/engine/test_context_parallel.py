@@ -173,7 +173,6 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
     [
         ({"tensor_parallel": 2}, "either the weights or the context"),
         ({"speculate": "mtp"}, "a head uses hidden states and the output matrix"),
-        ({"max_loras": 1}, "merge the adapter"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "use kv_scales dynamic"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),

@@ -57,7 +57,7 @@ class LoadedAdapter:
 
 
 class AdapterMirror(Protocol):
-    """Repeats loads of adapters on the other ranks of a tensor-parallel group."""
+    """Repeats loads of adapters on the other ranks."""
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         """Let the other ranks load an adapter into a slot, before the next step. Does not wait."""

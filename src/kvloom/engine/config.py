@@ -310,8 +310,6 @@ class EngineConfig:
             raise ValueError(refused("context parallel, tensor_parallel", count=count))
         if self.head:
             raise ValueError(refused("context parallel, head", count=count))
-        if self.uses_lora:
-            raise ValueError(refused("context parallel, lora", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("context parallel, elastic pool", count=count))
         if self.kv_scales != "dynamic":

@@ -33,6 +33,7 @@ from kvloom.core import WHOLE, CacheControl, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
+from kvloom.kernels.lora import AdapterRows
 from kvloom.models.fusion import fuse
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import (
@@ -524,7 +525,7 @@ class ModelRunner:
             extra["input_ids"] = self._own_tokens(batch.tokens[None])
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        adapters = nullcontext() if self._lora is None else self._lora.step(batch.adapters)
+        adapters = nullcontext() if self._lora is None else self._lora.step(*self._adapter_rows(batch))
         with torch.inference_mode(), self.watch_step(batch), self.numerics, adapters:
             found = self.model(
                 use_cache=False,
@@ -533,6 +534,16 @@ class ModelRunner:
             )
         logits: torch.Tensor = found.logits[0]
         return logits
+
+    def _adapter_rows(self, batch: Batch) -> list[AdapterRows]:
+        """Return the adapters of all tokens of a step. If the step is divided, also return those of the own tokens.
+        Empty if the step uses no adapter."""
+        every = batch.adapters
+        if every is None:
+            return []
+        if self.pages.divided is None:
+            return [every]
+        return [every, AdapterRows.of(self._own_tokens(every.token_slots()))]
 
     def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens of x [..., tokens] that this rank computes."""

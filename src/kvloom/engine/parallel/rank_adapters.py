@@ -1,4 +1,5 @@
-"""LoRA adapters on ranks. Rank 0 sends the weights of an adapter when the adapter gets a slot. Each rank keeps its part.
+"""LoRA adapters on ranks. Rank 0 sends the weights of an adapter when the adapter gets a slot. With tensor
+parallelism each rank keeps its part. With context parallelism each rank keeps all weights.
 
 The weights are sent, not read again from the adapter's folder, because the folder may have changed.
 """

@@ -55,6 +55,13 @@ class AdapterRows:
         token. Does not wait for a GPU."""
         return cls.sorted_by_slot(slots) if slots.is_cuda else cls.on_host(slots.numpy())
 
+    def token_slots(self) -> torch.Tensor:
+        """Return the adapter slot of each token of a step that runs on a CPU."""
+        slots = torch.zeros(self.count, dtype=torch.int64)
+        for slot, at in self.groups:
+            slots[at] = slot
+        return slots
+
     @classmethod
     def sorted_by_slot(cls, slots: torch.Tensor) -> AdapterRows:
         """Return the `AdapterRows` of a step that runs on a GPU. `slots` has the adapter slot of each token."""

@@ -51,7 +51,7 @@ class _LowRankTerm:
 
     def add(self, x: torch.Tensor, out: torch.Tensor, part: int | None = None) -> None:
         self.is_called = True
-        rows = self._slots.rows
+        rows = self._slots.rows_of(x.shape[:-1].numel())
         if rows is not None:
             add_low_rank(out, x, self.weights, rows, part, self._slots.invariant)
 
@@ -69,8 +69,7 @@ class AdapterSlots:
             raise ValueError(f"max_lora_rank {rank} must be from 1 to {MAX_RANK}")
         self._model, self.count = model, count
         self.rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
-        self.rows: AdapterRows | None = None
-        """The adapters of the tokens in the current step. None if the step uses no adapter."""
+        self._rows: tuple[AdapterRows, ...] = ()
         self.invariant = False
         """Whether the bits of a token's result must not depend on the other tokens of a step."""
         self._layers, self._refused = _find_layers(model)
@@ -118,19 +117,28 @@ class AdapterSlots:
                     self._places[names[id(one)]] = term, part
 
     @contextmanager
-    def step(self, rows: AdapterRows | None) -> Iterator[None]:
-        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. None means no
-        adapters. Several engines, each with its own slots, may share the model. On entry, the products of the model
+    def step(self, *rows: AdapterRows) -> Iterator[None]:
+        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. No `rows` means no
+        adapters. If ranks divide the tokens of a step, some layers get all tokens, and others only the tokens of this
+        rank. `rows` then has two elements with different numbers of tokens, one for each case. Several engines, each with its own slots, may share the model. On entry, the products of the model
         therefore get the terms of this object's slots."""
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:
                 product.term = term
             vars(self._model)[OWNER] = self
-        self.rows = rows
+        self._rows = rows
         try:
             yield
         finally:
-            self.rows = None
+            self._rows = ()
+
+    def rows_of(self, tokens: int) -> AdapterRows | None:
+        """Return the adapters of the tokens that a layer computes. `tokens` is their number. None if the step uses no
+        adapter."""
+        for rows in self._rows:
+            if rows.count == tokens:
+                return rows
+        return self._rows[0] if self._rows else None  # `add_low_rank` refuses the layer
 
     def refuse_uncalled(self) -> None:
         """Refuse adapters for the layers that no step has called. Modeling code reads the weights of such layers
