@@ -453,12 +453,6 @@ REFUSED = {
         "an elastic pool (max_pool_bytes)",
         "context_parallel {count}: the pools of all ranks have one fixed size: remove max_pool_bytes (--max-pool)",
     ),
-    "context parallel, static scales": Refused(
-        "engine",
-        "context_parallel",
-        "static scales (kv_scales)",
-        "context_parallel {count}: static scales are not loaded on the other ranks: use kv_scales dynamic",
-    ),
     "context parallel, batch_invariant": Refused(
         "engine",
         "context_parallel",

@@ -16,6 +16,7 @@ from kvloom.models.paged import divided_step
 from kvloom.models.sharding import RankError
 from kvloom.models.specs import ModelError
 from tests.engine.test_offload import PATIENT
+from tests.engine.test_quantised import calibrated
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
 from tests.engine.thread_ranks import context_engine
 from tests.engines import make_engine
@@ -77,6 +78,16 @@ def test_settings_give_the_tokens_of_one_rank(
     one = make_engine(made(family), POOL, **settings)
     wanted = generate(one, prompts)
     with ranks(model, 2, **settings) as engine:
+        assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "int8"), ("gemma3_text", "fp8")])
+def test_static_scales_give_the_tokens_of_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
+    prompts = prompts_of(5, (80, 18, 3))
+    settings = {"kv_dtype": dtype, "kv_scales": calibrated(made(family), tmp_path, prompts)}
+    wanted = generate(make_engine(made(family), POOL, **settings), prompts)
+    with ranks(made(family), 2, **settings) as engine:
         assert generate(engine, prompts) == wanted
 
 
@@ -174,7 +185,6 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
         ({"tensor_parallel": 2}, "either the weights or the context"),
         ({"speculate": "mtp"}, "a head uses hidden states and the output matrix"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
-        ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "use kv_scales dynamic"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),
     ],
 )

@@ -17,6 +17,7 @@ from kvloom.engine.parallel.messages import CopyHost
 from kvloom.models.sharding import RankError
 from tests.engine.test_hand_over import address_of, finished, step_until
 from tests.engine.test_offload import PATIENT, drawn, greedy, offload_of, served
+from tests.engine.test_quantised import calibrated
 from tests.engine.test_rank_tiers import closed, stored, tokens_of
 from tests.engine.test_tensor_parallel import POOL, made
 from tests.engine.thread_ranks import ThreadRanks, context_engine
@@ -251,9 +252,14 @@ def test_a_request_longer_than_the_pool_is_refused_with_a_reason() -> None:
 
 @pytest.mark.slow
 def test_processes_of_a_new_group_load_what_a_killed_group_stored(tmp_path: Path) -> None:
+    """The pages are quantised with static scales, which every process reads from a file."""
     made("llama").save_pretrained(tmp_path / "model")
     prompts = drawn("killed", 70, 50)
-    wanted = expected(made("llama"), prompts, 8)
+    pages: dict[str, Any] = {
+        "kv_dtype": "int8",
+        "kv_scales": Path(calibrated(made("llama"), tmp_path, prompts)),
+    }
+    wanted = tokens_of(served(make_engine(made("llama"), POOL, **pages), prompts))
     params = SamplingParams(max_tokens=8, temperature=0)
     for round_ in range(2):
         llm = LLM(
@@ -264,6 +270,7 @@ def test_processes_of_a_new_group_load_what_a_killed_group_stored(tmp_path: Path
             pool_bytes=POOL,
             tiers=["host:8MiB", f"disk:{tmp_path / 'tier'}:64MiB"],
             offload=PATIENT,
+            **pages,
         )
         try:
             found = llm.generate(prompts, params)

@@ -312,8 +312,6 @@ class EngineConfig:
             raise ValueError(refused("context parallel, head", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("context parallel, elastic pool", count=count))
-        if self.kv_scales != "dynamic":
-            raise ValueError(refused("context parallel, static scales", count=count))
         if self.batch_invariant:
             raise ValueError(refused("context parallel, batch_invariant", count=count))
 

@@ -57,6 +57,7 @@ SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
+    "kv_scales",
     *("lora", "max_loras", "max_lora_rank", "lora_targets"),
 )
 """Settings that every rank must know."""
@@ -66,6 +67,11 @@ CLOSE_SECONDS = 5.0
 Message = TypeVar("Message", Started, Ready)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of a setting for a message. Paths become strings."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
@@ -169,7 +175,7 @@ class RankGroup:
                     str(rank_device(device, rank)),
                     load_format,
                     threads,
-                    {name: getattr(config, name) for name in SETTINGS},
+                    {name: _plain(getattr(config, name)) for name in SETTINGS},
                 )
                 body = _encoder.encode(start)
                 send_frame(ours, body)
