@@ -407,8 +407,9 @@ REFUSED = {
     "context parallel, tensor_parallel": Refused(
         "engine",
         "context_parallel",
-        "tensor_parallel",
-        "context_parallel {count}: ranks divide either the weights or the context: use one of them",
+        "tiers and tensor_parallel",
+        "context_parallel {count}, tensor_parallel {parts}: tiers have no page format for pages that are divided by heads and "
+        "by tokens: divide either the weights or the context, or remove the tiers",
     ),
     "context parallel, GPUs": Refused(
         "engine",

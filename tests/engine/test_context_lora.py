@@ -14,7 +14,7 @@ from kvloom.models.paged import divided_step
 from tests.engine.test_lora import TARGETS, Adapters, drawn, params
 from tests.engine.test_offload import PATIENT
 from tests.engine.test_rank_lora import POOL, closed
-from tests.engine.thread_ranks import context_engine
+from tests.engine.thread_ranks import context_engine, grid_engine
 from tests.engines import make_engine
 from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.models.zoo import tiny
@@ -40,6 +40,24 @@ def test_two_ranks_compute_a_batch_of_base_and_three_adapters(
     prompts = drawn(family, 20, 40, 33, 50)
     names = [None, *adapters.paths]
     requests = [engine.add(p, params(), lora=name) for p, name in zip(prompts, names, strict=True)]
+    engine.run()
+    adapters.check(requests)
+    closed(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_adapters_on_ranks_that_divide_weights_and_context(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 1)
+    adapters = Adapters(tmp_path, family)
+    engine = grid_engine(copy.deepcopy(adapters.plain), 2, 2, pool_bytes=POOL, lora=adapters.paths)
+    names = [None, *adapters.paths]
+    requests = [
+        engine.add(p, params(), lora=name)
+        for p, name in zip(drawn(family, 20, 40, 33, 50), names, strict=True)
+    ]
     engine.run()
     adapters.check(requests)
     closed(engine)
@@ -97,7 +115,7 @@ def test_an_activated_adapter_applies_from_its_tokens_on_on_all_ranks(
 
 
 @pytest.mark.slow
-def test_processes_load_an_adapter_while_they_serve(tmp_path: Path) -> None:
+def test_processes_that_divide_weights_and_context_load_an_adapter_while_they_serve(tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path / "model")
     path = write_adapter(tmp_path / "a", model, TARGETS["llama"], rank=8)
@@ -105,6 +123,7 @@ def test_processes_load_an_adapter_while_they_serve(tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     llm = LLM(
         str(tmp_path / "model"),
+        tensor_parallel=2,
         context_parallel=2,
         device="cpu",
         dtype="float32",

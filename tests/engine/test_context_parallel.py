@@ -18,7 +18,7 @@ from kvloom.models.specs import ModelError
 from tests.engine.test_offload import PATIENT
 from tests.engine.test_quantised import calibrated
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
-from tests.engine.thread_ranks import context_engine
+from tests.engine.thread_ranks import context_engine, grid_engine
 from tests.engines import make_engine
 from tests.models.zoo import NEW, expected, prompts_of, tiny
 
@@ -79,6 +79,51 @@ def test_settings_give_the_tokens_of_one_rank(
     wanted = generate(one, prompts)
     with ranks(model, 2, **settings) as engine:
         assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "count", "least"),
+    [
+        ("bamba", 2, 1),
+        ("llama", 2, 10**6),
+        ("llama", 4, 1),
+        ("gemma3_text", 2, 1),
+        ("qwen3_next", 2, 1),
+        ("deepseek_v3", 2, 1),
+        ("deepseek_v3", 2, 10**6),
+        ("gpt_oss", 2, 1),
+        ("qwen3_moe", 2, 1),
+    ],
+)
+def test_ranks_divide_weights_and_context(
+    family: str, count: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have two parts, and the context `count` parts."""
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", least)
+    model, prompts = made(family), prompts_of(11, (40, 33, 7))
+    wanted = expected(model, prompts)
+    engine = grid_engine(model, 2, count, pool_bytes=POOL, token_budget=19)
+    try:
+        assert engine.layout.part.count == count
+        assert generate(engine, prompts) == wanted
+        assert generate(engine, prompts) == wanted  # hits of the prefix cache
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_ranks_divide_weights_and_context_with_a_draft_model_and_quantised_pages(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path / "draft")
+    prompts = prompts_of(12, (40, 33, 70))
+    settings: dict[str, Any] = {"kv_dtype": "int8", "ahead": True}
+    settings |= {"speculate": f"draft={tmp_path / 'draft'}", "draft_tokens": 3}
+    wanted = generate(make_engine(made("llama"), POOL, **settings), prompts)
+    engine = grid_engine(made("llama"), 2, 2, pool_bytes=POOL, **settings)
+    try:
+        assert generate(engine, prompts) == wanted
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow
@@ -182,7 +227,7 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel": 2}, "either the weights or the context"),
+        ({"tensor_parallel": 2, "tiers": ["host:1MiB"]}, "divide either the weights or the context"),
         ({"speculate": "mtp"}, "a head uses hidden states and the output matrix"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),

@@ -35,7 +35,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import divide_context, shard_model
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
-from kvloom.models.sharding import Ranks, Shard
+from kvloom.models.sharding import RankGroups, set_ranks
 
 CPU = torch.device("cpu")
 
@@ -64,13 +64,16 @@ class ThreadRanks:
 
     def part(self, rank: int) -> Any:
         """The part of a rank. Waits for all ranks."""
-        shard = Shard(rank, self._config.rank_count)
-        ranks = Ranks(shard, Path(self.folder.name) / "meeting", CPU)
+        parts = self._config.tensor_parallel, self._config.context_parallel
+        ranks = RankGroups.connect(rank, *parts, Path(self.folder.name) / "meeting", CPU)
         ranks.limit(20)
-        if self._config.context_parallel == 1:
-            return shard_model(self._model, ranks)
-        model = copy.deepcopy(self._model)
-        divide_context(model, ranks)
+        if ranks.weights is None:
+            model = copy.deepcopy(self._model)
+        else:
+            model = shard_model(self._model, ranks.weights)
+        if ranks.context is not None:
+            divide_context(model, ranks)
+        set_ranks(model, ranks)
         return model
 
     def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
@@ -154,6 +157,11 @@ def parallel_engine(model: Any, count: int, **settings: Any) -> Engine:
 def context_engine(model: Any, count: int, **settings: Any) -> Engine:
     """An engine with `count` ranks that divide the context. The ranks are threads."""
     return _engine(model, EngineConfig(context_parallel=count, **settings))
+
+
+def grid_engine(model: Any, parts: int, count: int, **settings: Any) -> Engine:
+    """An engine with `parts` parts of the weights and `count` parts of the context. The ranks are threads."""
+    return _engine(model, EngineConfig(tensor_parallel=parts, context_parallel=count, **settings))
 
 
 def _engine(model: Any, config: EngineConfig) -> Engine:

@@ -1,4 +1,4 @@
-"""A server whose context is divided between two ranks."""
+"""A server whose context is divided between two ranks, with a tier and draft tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def test_a_server_on_two_ranks_gives_the_answer_of_one(folder: Path) -> None:
 
     with running(folder, "--pool", "16MiB") as one:
         wanted = answer(one)
-    with running(folder, "--pool", "16MiB", "--context-parallel", "2") as server:
+    options = "--context-parallel", "2", "--tier", "host:16MiB", "--speculate", "suffix"
+    with running(folder, "--pool", "16MiB", *options) as server:
         assert answer(server) == wanted
         assert answer(server) == wanted  # a prefix hit

@@ -85,7 +85,7 @@ class EngineConfig:
     context_parallel: int = 1
     """Number of ranks that divide the context of every sequence. Each rank has a process and the whole weights. In
     full-attention layers it stores `block_tokens / context_parallel` tokens of every block. Sizes such as `pool_bytes`
-    hold for each rank."""
+    hold for each rank. With `tensor_parallel`, there are `tensor_parallel * context_parallel` ranks."""
     rank_seconds: float = 60.0
     """With `tensor_parallel` or `context_parallel`: longest time to wait for another rank in a step, in seconds.
     Afterwards the group stops with an error."""
@@ -306,8 +306,10 @@ class EngineConfig:
         count = self.context_parallel
         if count == 1:
             return
-        if self.tensor_parallel > 1:
-            raise ValueError(refused("context parallel, tensor_parallel", count=count))
+        if self.tensor_parallel > 1 and self.tiers:
+            raise ValueError(
+                refused("context parallel, tensor_parallel", count=count, parts=self.tensor_parallel)
+            )
         if self.head:
             raise ValueError(refused("context parallel, head", count=count))
         if self.max_pool_bytes is not None:

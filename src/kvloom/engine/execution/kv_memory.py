@@ -90,8 +90,8 @@ def allocate_kv_memory(
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     ranks, part = ranks_of(model), WHOLE
-    if ranks is not None and config.context_parallel > 1:
-        part = ContextPart(ranks.shard.rank, ranks.shard.count)
+    if ranks is not None and ranks.context is not None:
+        part = ContextPart(ranks.context.shard.rank, ranks.context.shard.count)
     layout = PoolLayout.build(spec.layers, config.block_tokens, step, part)
     vision = vision_of(model)
     if vision is not None:
@@ -121,7 +121,7 @@ def allocate_kv_memory(
         pool_bytes = budget.pool
     slabs = layout.slabs_in(pool_bytes)
     if ranks is not None:
-        slabs = ranks.smallest(slabs)  # page ids must be valid on every rank
+        slabs = ranks.every.smallest(slabs)  # page ids must be valid on every rank
     if slabs < 2:
         raise ValueError(
             f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {layout.slab_bytes:,} bytes"
@@ -131,7 +131,8 @@ def allocate_kv_memory(
         reserved = max(slabs, layout.slabs_in(config.max_pool_bytes))
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
-    weights = _fingerprint(model, ranks) if config.tiers or ranks is not None else ""
+    every = None if ranks is None else ranks.every
+    weights = _fingerprint(model, every) if config.tiers or every is not None else ""
     name = spec.name
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""

@@ -135,7 +135,7 @@ class ModelRunner:
             scales,
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
-            self._ranks,
+            None if self._ranks is None else self._ranks.context,
         )
         self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
@@ -241,7 +241,7 @@ class ModelRunner:
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
         if self._ranks is not None and any(work.source >= 0 for work in works):
-            self._ranks.share(self.chosen)
+            self._ranks.every.share(self.chosen)
         has_trees = any(work.parents for work in works)
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
@@ -508,8 +508,8 @@ class ModelRunner:
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
     ) -> torch.Tensor:
         divided = None
-        if self._divides_steps and self._ranks is not None:
-            divided = divide_step(self._ranks, batch.bounds[-1])
+        if self._divides_steps and self._ranks is not None and self._ranks.context is not None:
+            divided = divide_step(self._ranks.context, batch.bounds[-1])
         self.pages.begin(batch, cutter, divided)
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:

@@ -32,7 +32,7 @@ from kvloom.engine.execution import ModelRunner
 from kvloom.models.loading import LoadFormat, load
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
-from kvloom.models.sharding import RankError, Ranks, Shard
+from kvloom.models.sharding import RankError, RankGroups
 
 from .frames import receive_frame, send_frame, send_length
 from .host_copies import HostCopies
@@ -96,11 +96,7 @@ def load_ranks(
     group = RankGroup(model, config, dtype, device, load_format, threads)
     try:
         ranks = group.connect()
-        divides_context = config.context_parallel > 1
-        where = rank_device(device, 0)
-        loaded = load(
-            model, dtype, where, load_format, progress, ranks=ranks, divides_context=divides_context
-        )
+        loaded = load(model, dtype, rank_device(device, 0), load_format, progress, ranks=ranks)
         return *loaded, group
     except BaseException:
         group.close()
@@ -136,11 +132,12 @@ class RankGroup:
         as rank 0. Raises ValueError if there are too few GPUs, and for context parallelism on GPUs."""
         self.count = config.rank_count
         if device.type == "cuda" and config.context_parallel > 1:
-            raise ValueError(refused("context parallel, GPUs", count=self.count))
+            raise ValueError(refused("context parallel, GPUs", count=config.context_parallel))
         if device.type == "cuda" and (device.index or 0) + self.count > torch.cuda.device_count():
             raise ValueError(
                 f"tensor_parallel {self.count} needs {self.count} GPUs, and torch sees {torch.cuda.device_count()}"
             )
+        self._parts = config.tensor_parallel, config.context_parallel
         self._seconds, self._device = config.rank_seconds, rank_device(device, 0)
         self._folder = Path(tempfile.mkdtemp(prefix="kvloom-ranks-"))
         self._writer: StepWriter | None = None
@@ -149,8 +146,8 @@ class RankGroup:
         self._is_closing = False
         self.on_failure: Callable[[str], None] | None = None
         """Called in another thread with the reason when a rank stops."""
-        self.ranks: Ranks | None = None
-        """Sums between ranks, after `connect`."""
+        self.ranks: RankGroups | None = None
+        """Sums and gathers between ranks, after `connect`."""
         self.host_copies = HostCopies(self.count, self._send, self.fail, lambda: self._failure, self._seconds)
         """Copies between the pools of ranks and the host tier."""
         memory = create_memory()
@@ -185,13 +182,13 @@ class RankGroup:
         finally:
             os.close(memory)
 
-    def connect(self) -> Ranks:
+    def connect(self) -> RankGroups:
         """Wait until all ranks have started, and connect to them. Return the connection, over which the ranks add up
         and gather tensors. Raises RankError if a rank has stopped."""
         try:
             for number in range(len(self._sockets)):
                 self._receive(number, Started)
-            self.ranks = Ranks(Shard(0, self.count), self._folder / "meeting", self._device)
+            self.ranks = RankGroups.connect(0, *self._parts, self._folder / "meeting", self._device)
         except BaseException:
             self.close()
             raise

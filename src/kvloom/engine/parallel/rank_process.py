@@ -27,7 +27,7 @@ from kvloom.engine.execution import KVMemory, ModelRunner, allocate_kv_memory, u
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import load
-from kvloom.models.sharding import Ranks, Shard
+from kvloom.models.sharding import RankGroups
 from kvloom.models.specs import ModelError
 
 from .frames import receive_frame, receive_length, send_frame
@@ -88,19 +88,17 @@ def _fail(link: socket.socket, error: Exception) -> None:
     os._exit(1)
 
 
-def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, RankAdapters, Ranks]:
+def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner, RankAdapters, RankGroups]:
     device = torch.device(start.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     use_threads(start.threads)
     config = with_step_sizes(engine_config(**start.settings), device.type == "cuda")
     _send(link, Started())
-    ranks = Ranks(Shard(start.rank, start.count), Path(start.meeting), device)
-    divides_context = config.context_parallel > 1
+    parts = config.tensor_parallel, config.context_parallel
+    ranks = RankGroups.connect(start.rank, *parts, Path(start.meeting), device)
     load_format: Any = start.load_format
-    model, _ = load(
-        start.model, start.dtype, device, load_format, ranks=ranks, divides_context=divides_context
-    )
+    model, _ = load(start.model, start.dtype, device, load_format, ranks=ranks)
     table = open_adapters(model, config)
     slots = None if table is None else table.slots
     kv = allocate_kv_memory(model, config, lora=slots)

@@ -27,6 +27,7 @@ from kvloom.combinations import refused
 from kvloom.models.paged import prepare, refusal_reason, replace_up_projections, separation_reason
 from kvloom.models.sharding import (
     Cuts,
+    RankGroups,
     Ranks,
     Shard,
     check_pages,
@@ -89,30 +90,31 @@ def load(
     load_format: LoadFormat = "auto",
     progress: bool = False,
     seed: int = 0,
-    ranks: Ranks | None = None,
-    divides_context: bool = False,
+    ranks: RankGroups | None = None,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. With
-    `divides_context`, the ranks divide the context instead, and each of them gets the whole model.
+    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. If the
+    ranks divide only the context, each of them gets the whole model.
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
     checks run before any weight is read.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
-    if divides_context:
+    if ranks is not None and ranks.context is not None:
         _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
-        if ranks is not None and not divides_context:
-            loaded = _shard(model, config, kind, where, load_format, seed, ranks)
+        if ranks is not None and ranks.weights is not None:
+            loaded = _shard(model, config, kind, where, load_format, seed, ranks.weights)
         elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
             loaded = _weights(model, config, kind, where)
     prepare(loaded)
-    if ranks is not None and divides_context:
-        divide_context(loaded, ranks)
+    if ranks is not None:
+        if ranks.context is not None:
+            divide_context(loaded, ranks)
+        set_ranks(loaded, ranks)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
 
 
@@ -512,12 +514,12 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
     return None
 
 
-def divide_context(model: Any, ranks: Ranks) -> None:
-    """Let the ranks divide the context of every sequence. Each rank has the whole `model`, but computes the logits of
-    only a part of the vocabulary. Raises ModelError if the attention of the model cannot be divided."""
+def divide_context(model: Any, ranks: RankGroups) -> None:
+    """Let the ranks divide the context of every sequence. If each rank has all weights of `model`, it computes the logits
+    of only a part of the vocabulary. Raises ModelError if the attention of the model cannot be divided."""
     _check_context(model)
-    split_head(model, ranks)
-    set_ranks(model, ranks)
+    if ranks.weights is None and ranks.context is not None:
+        split_head(model, ranks.context)
 
 
 def _check_context(model: Any) -> None:

@@ -1,4 +1,5 @@
-"""Tensor parallelism: the part of a model that one rank computes, and the sums between ranks.
+"""Tensor parallelism: the part of a model that one rank computes, and the sums between ranks. Context parallelism uses
+the same groups of ranks.
 
     config ÷ N → a smaller model → each weight is cut to its shape → layers with cut inputs sum their outputs
 
@@ -6,7 +7,7 @@
 |--------------|---------------------------------------------------------------------------------|
 | shard_config | the config of one rank: heads, widths and state channels divided by N           |
 | cuts         | the part of each weight that a rank loads                                       |
-| ranks        | `Ranks`: the sums and gathers between ranks, with a time limit                  |
+| ranks        | `Ranks`: the sums and gathers between ranks, with a time limit; `RankGroups`    |
 | collectives  | puts the sums and gathers into a loaded model                                   |
 
 A rank's model is an ordinary Hugging Face model with fewer heads and narrower layers. Page layouts, kernels and
@@ -15,13 +16,14 @@ fusions therefore need no changes.
 
 from .collectives import LayerCut, cut_of, install_collectives, is_summed, ranks_of, set_ranks, split_head
 from .cuts import Cuts, find_cuts
-from .ranks import RankError, Ranks, Shard
+from .ranks import RankError, RankGroups, Ranks, Shard
 from .shard_config import check_pages, shard_config
 
 __all__ = [
     "Cuts",
     "LayerCut",
     "RankError",
+    "RankGroups",
     "Ranks",
     "Shard",
     "check_pages",

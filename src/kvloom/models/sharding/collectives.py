@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from .cuts import Cuts, Range, cut_axis
-from .ranks import Ranks
+from .ranks import RankGroups, Ranks
 
 __all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of", "set_ranks", "split_head"]
 
@@ -56,14 +56,14 @@ def is_summed(layer: Any) -> bool:
     return isinstance(layer, _SummedLinear)
 
 
-def ranks_of(model: Any) -> Ranks | None:
-    """Return the group of a model that several ranks compute. None for a model on one rank."""
-    found: Ranks | None = vars(model).get("ranks")
+def ranks_of(model: Any) -> RankGroups | None:
+    """Return the groups of a model that several ranks compute. None for a model on one rank."""
+    found: RankGroups | None = vars(model).get("ranks")
     return found
 
 
-def set_ranks(model: Any, ranks: Ranks) -> None:
-    """Set the group that computes a model."""
+def set_ranks(model: Any, ranks: RankGroups) -> None:
+    """Set the groups of ranks that compute a model."""
     vars(model)["ranks"] = ranks
 
 
@@ -83,7 +83,6 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
     split_head(model, ranks)
-    set_ranks(model, ranks)
 
 
 def _is_linear(module: Any) -> bool:

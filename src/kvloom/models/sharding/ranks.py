@@ -1,7 +1,9 @@
-"""One rank's view of its group: the number of the rank, and sums and gathers between all
-ranks.
+"""One rank's view of its groups: the number of the rank, and sums and gathers between the ranks of a group.
 
-The group is not torch's default process group, so a process may have several groups, one after the other or
+    | rank 0 | rank 1 |     a line: ranks that divide the weights, and have the same part of the context
+    | rank 2 | rank 3 |     a column: ranks that divide the context, and have the same part of the weights
+
+A group is not torch's default process group, so a process may have several groups, one after the other or
 at the same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "Ranks", "Shard"]
+__all__ = ["RankError", "RankGroups", "Ranks", "Shard"]
 
 START_SECONDS = 1800.0
 """Time limit of a collective until `limit` is called. Ranks load their weights at different speeds."""
@@ -108,6 +110,50 @@ class Ranks:
                 f"rank {self.shard}: another rank of the group has stopped, or has not answered for "
                 f"{self._seconds:g} s: restart the engine ({_first_line(error)})"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The groups of one rank of an engine.
+
+    | field     | ranks of the group                                                                            |
+    |-----------|-----------------------------------------------------------------------------------------------|
+    | `every`   | all ranks                                                                                     |
+    | `weights` | the ranks that divide the weights with this rank; None if every rank has all weights          |
+    | `context` | the ranks that divide the context with this rank; None if every rank has the whole context    |
+    """
+
+    every: Ranks
+    weights: Ranks | None
+    context: Ranks | None
+
+    @classmethod
+    def connect(
+        cls, rank: int, weight_parts: int, context_parts: int, meeting: Path, device: torch.device
+    ) -> RankGroups:
+        """Connect a rank to the others, and wait until every rank has connected. The weights have `weight_parts` parts,
+        and the context has `context_parts` parts. `meeting` is as in `Ranks`."""
+        every = Ranks(Shard(rank, weight_parts * context_parts), meeting, device)
+        if context_parts == 1 or weight_parts == 1:
+            return cls(every, every if context_parts == 1 else None, every if weight_parts == 1 else None)
+        line, column = divmod(rank, weight_parts)
+        files = (meeting.with_name(f"{meeting.name}-{name}") for name in (f"line-{line}", f"column-{column}"))
+        shards = Shard(column, weight_parts), Shard(line, context_parts)
+        return cls(every, *(Ranks(shard, file, device) for shard, file in zip(shards, files, strict=True)))
+
+    def limit(self, seconds: float) -> None:
+        """Set the time limit of later calls in all groups."""
+        for group in self._groups():
+            group.limit(seconds)
+
+    def abort(self) -> None:
+        """End calls that wait for another rank, in all groups. The groups cannot be used afterwards."""
+        for group in self._groups():
+            group.abort()
+
+    def _groups(self) -> list[Ranks]:
+        found = {id(group): group for group in (self.every, self.weights, self.context) if group is not None}
+        return list(found.values())
 
 
 def _first_line(error: Exception) -> str:
