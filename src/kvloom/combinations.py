@@ -441,12 +441,11 @@ REFUSED = {
         "requests longer than the pool",
         "attention over cold pages reads whole blocks of host memory, and ranks have parts of them: give a larger pool",
     ),
-    "context parallel, head": Refused(
+    "context parallel, tree": Refused(
         "engine",
         "context_parallel",
-        "speculate mtp, eagle=FOLDER",
-        "context_parallel {count}: a head uses hidden states and the output matrix, which are divided between ranks: use "
-        "speculate draft=MODEL, ngram or suffix",
+        "speculate tree=NODES",
+        "context_parallel {count}: the merge of ranks has no mask for draft trees: remove tree from speculate",
     ),
     "context parallel, elastic pool": Refused(
         "engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine import LLM, Engine, EngineConfig, SamplingParams
+from kvloom.engine import LLM, Engine, EngineConfig, Request, SamplingParams
 from kvloom.models.paged import divided_step
 from kvloom.models.sharding import RankError
 from kvloom.models.specs import ModelError
+from tests.engine.test_heads import recorded, save as save_head
 from tests.engine.test_offload import PATIENT
 from tests.engine.test_quantised import calibrated
+from tests.engine.test_speculation import fixed
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
 from tests.engine.thread_ranks import context_engine, grid_engine
 from tests.engines import make_engine
@@ -99,6 +102,38 @@ def test_drafts_from_earlier_tokens_give_the_tokens_of_hugging_face(family: str,
         engine.run()
         assert [request.tokens for request in requests] == wanted * 2
         assert sum(request.draft_tokens for request in requests) > 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "tiers"), [("llama", True), ("deepseek_v3", True), ("qwen3_next", False), ("glm4_moe", False)]
+)
+def test_a_head_on_rank_0_gives_the_tokens_of_hugging_face(
+    family: str, tiers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An EAGLE head for llama, MTP heads for the others. Prompts are divided between ranks."""
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 8)
+    model, speculate = save_head(tmp_path / "model", family)
+    prompts = prompts_of(5, (40, 33, 50))
+    wanted = expected(model, prompts)
+    drafts = recorded(one := fixed(make_engine(copy.deepcopy(model), POOL, speculate=speculate)))
+    assert any(request.accepted_tokens for request in run_all(one, prompts))
+    settings: dict[str, Any] = {"speculate": speculate}
+    if tiers:
+        settings |= {"tiers": ["host:4MiB", f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
+    for round_ in range(1 + tiers):
+        with ranks(model, 2, **settings) as engine:
+            found = recorded(fixed(engine))
+            requests = run_all(engine, prompts)
+            assert [request.tokens for request in requests] == wanted
+            assert sorted(found) == sorted(drafts)
+            assert sum(request.cached_tokens or 0 for request in requests) >= 96 * round_
+
+
+def run_all(engine: Engine, prompts: list[list[int]]) -> list[Request]:
+    requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+    engine.run()
+    return requests
 
 
 @pytest.mark.few(1)
@@ -248,7 +283,7 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
     ("settings", "reason"),
     [
         ({"tensor_parallel": 2, "tiers": ["host:1MiB"]}, "divide either the weights or the context"),
-        ({"speculate": "mtp"}, "a head uses hidden states and the output matrix"),
+        ({"speculate": "mtp,tree=8"}, "no mask for draft trees"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),
     ],

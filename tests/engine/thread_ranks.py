@@ -30,6 +30,7 @@ from kvloom.engine.parallel.messages import (
     ToRank,
 )
 from kvloom.engine.parallel.rank_adapters import RankAdapters, adapter_messages
+from kvloom.engine.speculation import load_head
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import divide_context, shard_model
@@ -72,7 +73,7 @@ class ThreadRanks:
         else:
             model = shard_model(self._model, ranks.weights)
         if ranks.context is not None:
-            divide_context(model, ranks)
+            divide_context(model, ranks, whole_output=bool(self._config.head))
         set_ranks(model, ranks)
         return model
 
@@ -81,7 +82,8 @@ class ThreadRanks:
             model, config = self.part(rank), with_step_sizes(self._config, False)
             table = open_adapters(model, config)
             slots = None if table is None else table.slots
-            memory, adapters = allocate_kv_memory(model, config, lora=slots), RankAdapters(slots)
+            head = load_head(config.head, model) if config.head else None
+            memory, adapters = allocate_kv_memory(model, config, head, slots), RankAdapters(slots)
             runner = self.runners[rank] = target_runner(model, memory, config, slots)
             reader = StepReader(memory.cache)
             self.pools[rank] = memory.buffer

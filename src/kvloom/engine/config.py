@@ -310,8 +310,8 @@ class EngineConfig:
             raise ValueError(
                 refused("context parallel, tensor_parallel", count=count, parts=self.tensor_parallel)
             )
-        if self.head:
-            raise ValueError(refused("context parallel, head", count=count))
+        if self.tree_nodes:
+            raise ValueError(refused("context parallel, tree", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("context parallel, elastic pool", count=count))
         if self.batch_invariant:

@@ -323,6 +323,8 @@ class Engine:
             head = self._draft_runner = HeadRunner(
                 draft, self.cache, self.buffer, *sizes, config.cuda_graphs, self.runner, draft_length
             )
+            if self.group is not None:
+                self.group.attach_draft(head)
             name = config.head.partition("=")[0]
             depth = longest_draft([name], config.draft_tokens) if config.tree_nodes else 0
             return HeadProposer(name, head, *beside, sampled, complete, depth)

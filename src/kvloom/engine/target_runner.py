@@ -59,6 +59,8 @@ def target_runner(
         draft_length=_draft_length(config),
         trees=config.tree_nodes > 0,
         lora=lora,
+        # An EAGLE head reads hidden states of all tokens after some layers.
+        whole_steps=config.head.startswith("eagle="),
     )
 
 

@@ -63,7 +63,7 @@ def allocate_kv_memory(
     model: Any, config: EngineConfig, draft: Any = None, lora: AdapterSlots | None = None
 ) -> KVMemory:
     """Allocate the pool of a model on its device, and make the model's attention read pages. A `draft` model or
-    head shares the pool. Only rank 0 has the draft model, but the pools of all ranks have its pages. The slots of adapters (`lora`) are allocated first.
+    head shares the pool. Only rank 0 runs it, but the pools of all ranks have its pages. The slots of adapters (`lora`) are allocated first.
 
     In `config`, `token_budget` and `max_running` must be set. If `pool_bytes` is None, a GPU runs a trial step to
     measure the free memory, which takes seconds. Raises ValueError for settings that cannot work."""

@@ -103,6 +103,7 @@ class ModelRunner:
         draft_length: int = 0,
         trees: bool = False,
         lora: AdapterSlots | None = None,
+        whole_steps: bool = False,
     ) -> None:
         """Create the runner of `model`.
 
@@ -117,6 +118,7 @@ class ModelRunner:
         | `draft_length` | largest number of draft tokens of a sequence                                              |
         | `trees`        | whether drafts may be trees                                                               |
         | `lora`         | slots of LoRA adapters                                                                    |
+        | `whole_steps`  | with context parallelism: every rank computes all tokens of a step                        |
         """
         self.model, self.device, self.vision = model, buffer.device, vision
         self.mirror: Mirror | None = None
@@ -174,7 +176,8 @@ class ModelRunner:
         )
         """The part of the model that ends with the final norm. None if this part is not a separate module."""
         # A few families return their output matrix as decoder.
-        self._divides_steps = cache.layout.part != WHOLE and hasattr(self.decoder, "get_input_embeddings")
+        has_decoder = hasattr(self.decoder, "get_input_embeddings")
+        self._divides_steps = cache.layout.part != WHOLE and has_decoder and not whole_steps
         if self._divides_steps and self.decoder is not None:
             self.decoder.register_forward_hook(self._join_hidden_states)
         self.hidden_states: list[torch.Tensor] = []

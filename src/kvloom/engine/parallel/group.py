@@ -96,7 +96,15 @@ def load_ranks(
     group = RankGroup(model, config, dtype, device, load_format, threads)
     try:
         ranks = group.connect()
-        loaded = load(model, dtype, rank_device(device, 0), load_format, progress, ranks=ranks)
+        loaded = load(
+            model,
+            dtype,
+            rank_device(device, 0),
+            load_format,
+            progress,
+            ranks=ranks,
+            whole_output=bool(config.head),
+        )
         return *loaded, group
     except BaseException:
         group.close()
@@ -104,7 +112,7 @@ def load_ranks(
 
 
 class DraftMirror:
-    """Watches the steps of a draft model. The other ranks do not repeat them."""
+    """Watches the steps of a draft model or head. The other ranks do not repeat them."""
 
     def __init__(self, writer: StepWriter) -> None:
         self._writer = writer

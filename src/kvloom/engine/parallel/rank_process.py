@@ -24,6 +24,7 @@ import torch
 from kvloom.engine.adapter_table import open_adapters
 from kvloom.engine.config import engine_config
 from kvloom.engine.execution import KVMemory, ModelRunner, allocate_kv_memory, use_threads
+from kvloom.engine.speculation import load_head
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import load
@@ -98,10 +99,14 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
     parts = config.tensor_parallel, config.context_parallel
     ranks = RankGroups.connect(start.rank, *parts, Path(start.meeting), device)
     load_format: Any = start.load_format
-    model, _ = load(start.model, start.dtype, device, load_format, ranks=ranks)
+    model, _ = load(
+        start.model, start.dtype, device, load_format, ranks=ranks, whole_output=bool(config.head)
+    )
+    # Only rank 0 runs the head, but the pools of all ranks have its pages.
+    head = load_head(config.head, model) if config.head else None
     table = open_adapters(model, config)
     slots = None if table is None else table.slots
-    kv = allocate_kv_memory(model, config, lora=slots)
+    kv = allocate_kv_memory(model, config, head, slots)
     return kv, target_runner(model, kv, config, slots), RankAdapters(slots), ranks
 
 

@@ -91,10 +91,12 @@ def load(
     progress: bool = False,
     seed: int = 0,
     ranks: RankGroups | None = None,
+    whole_output: bool = False,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
     one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. If the
-    ranks divide only the context, each of them gets the whole model.
+    ranks divide only the context, each of them gets the whole model. It then computes the logits of only a part of the
+    vocabulary, unless `whole_output` is set.
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
@@ -113,7 +115,7 @@ def load(
     prepare(loaded)
     if ranks is not None:
         if ranks.context is not None:
-            divide_context(loaded, ranks)
+            divide_context(loaded, ranks, whole_output)
         set_ranks(loaded, ranks)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
 
@@ -514,11 +516,12 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
     return None
 
 
-def divide_context(model: Any, ranks: RankGroups) -> None:
+def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) -> None:
     """Let the ranks divide the context of every sequence. If each rank has all weights of `model`, it computes the logits
-    of only a part of the vocabulary. Raises ModelError if the attention of the model cannot be divided."""
+    of only a part of the vocabulary. With `whole_output`, which a draft head needs, it computes all logits. Raises
+    ModelError if the attention of the model cannot be divided."""
     _check_context(model)
-    if ranks.weights is None and ranks.context is not None:
+    if ranks.weights is None and ranks.context is not None and not whole_output:
         split_head(model, ranks.context)
 
 
