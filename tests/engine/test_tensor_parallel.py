@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
 FAMILIES = (
     *("llama", "qwen3_next", "qwen2 with windows", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere2"),
     *("qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3"),
-    *("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
+    *("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "longcat_flash"),
 )
 
 

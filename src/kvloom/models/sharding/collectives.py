@@ -80,6 +80,8 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
             vars(module)["ranks"] = ranks
         elif (cuts.axes(f"{name}.down_proj")) and _is_experts(module):
             module.register_forward_hook(lambda _, __, found: ranks.sum(found))
+            if ranks.shard.rank and isinstance(getattr(module, "identity_expert", None), nn.Identity):
+                module.identity_expert = _Zero()
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
     split_head(model, ranks)
@@ -91,6 +93,14 @@ def _is_linear(module: Any) -> bool:
 
 def _is_experts(module: Any) -> bool:
     return isinstance(module.down_proj, torch.Tensor) and module.down_proj.dim() == 3
+
+
+class _Zero(nn.Module):
+    """Stands in for an expert that returns its input (LongCat). Without it, the sum over ranks would have the input once
+    for each rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
 
 
 class _SummedLinear(nn.Linear):
