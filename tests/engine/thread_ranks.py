@@ -85,7 +85,7 @@ class ThreadRanks:
             host = RankHost(
                 memory.layout,
                 memory.buffer,
-                rank,
+                Shard(rank, config.rank_count),
                 lambda number: self.host_copies.copied(rank, number),
                 self.errors.append,
             )

@@ -71,7 +71,7 @@ def main(fd: int, memory: int) -> None:
         gc.freeze()
         _send(link, Ready(str(kv.layout.table()), kv.cache.usable_slabs))
         ranks.limit(float(start.settings["rank_seconds"]))
-        _serve(link, channel, start.rank, kv, runner, adapters)
+        _serve(link, channel, Shard(start.rank, start.count), kv, runner, adapters)
     except EOFError:
         os._exit(0)  # rank 0 is gone; nothing needs saving
     except Exception as error:  # noqa: BLE001 - rank 0 reports every error
@@ -110,7 +110,7 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
 def _serve(
     link: socket.socket,
     channel: StepChannel,
-    rank: int,
+    shard: Shard,
     kv: KVMemory,
     runner: ModelRunner,
     adapters: RankAdapters,
@@ -119,12 +119,12 @@ def _serve(
     host = RankHost(
         kv.layout,
         kv.buffer,
-        rank,
+        shard,
         lambda number: _send(link, Copied(number)),
         lambda error: _fail(link, error),
     )
     while True:
-        message = _decoder.decode(channel.read(receive_length(link), rank))
+        message = _decoder.decode(channel.read(receive_length(link), shard.rank))
         if isinstance(message, Step):
             runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
         elif isinstance(message, CopyPages):
