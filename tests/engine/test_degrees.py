@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvloom.core import Field, LayerSpec, PoolLayout, TensorPart, Visibility, attention_fields, divided_specs
-from kvloom.engine import Engine, Request
+from kvloom.engine import LLM, Engine, Request, SamplingParams
 from kvloom.engine.offload import HostPages
 from kvloom.models.loading import model_fingerprint, shard_model
 from kvloom.models.sharding import Shard, shard_config
@@ -158,19 +158,18 @@ class OneRank:
         return torch.stack([tensor] * self.shard.count)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "family",
-    ["llama", "gemma3_text", "qwen3_next", "mamba2", "falcon_h1", "deepseek_v3", "phi3", "lfm2", "moshi"],
+    "family", ["llama", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3", "moshi"]
 )
 def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(family: str) -> None:
     model = made(family)
     wanted = model_fingerprint(model)
-    for rank, count in ((0, 2), (1, 2), (3, 4)):
+    for rank, count in ((0, 2), (3, 4)):
         ranks: Any = OneRank(rank, count)
         assert model_fingerprint(shard_model(model, ranks)) == wanted
     with torch.no_grad():
-        next(model.parameters())[-1] += 1
+        next(model.parameters()).add_(1)
     ranks = OneRank(0, 2)
     assert model_fingerprint(shard_model(model, ranks)) != wanted
 
@@ -182,14 +181,14 @@ FAMILIES = (
 
 
 def host_pages(engine: Engine, request: Request) -> dict[tuple[int, int, bytes], list[npt.NDArray[Any]]]:
-    """All fields of the pages of a prompt in host memory, by group, run and block hash."""
+    """All fields of the full pages and states of a prompt in host memory, by group, run and block hash."""
     manager, layout = offload_of(engine), engine.layout.whole()
     plan = engine.cache.loading.plan(engine.cache.match(request.prompt))
-    hashes = {*plan.hashes, *(plan.hash_at(position) for position in range(1, plan.limit + 1))}
+    ends = {plan.hash_at(position) for position in range(1, plan.limit + 1)}
     found = {}
     for group in layout.groups:
         for run, form in enumerate(manager.forms[group.index]):
-            for block_hash in hashes:
+            for block_hash in ends if group.spec.unit == "state" else plan.hashes:
                 lease = manager.host.acquire(Objects([block_hash], group.index, form))
                 at = int(lease.offsets[0])
                 if at >= 0:
@@ -215,15 +214,12 @@ def test_pages_of_several_ranks_are_the_pages_of_one_rank(family: str) -> None:
         stored(engine)
         found.append(host_pages(engine, request))
         engine.close()
-    assert len(found[0]) > 2
+    assert found[0]
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         for key, fields in found[0].items():
             for wanted, got in zip(fields, other[key], strict=True):
                 np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-3)
-
-
-DEGREES = [(4, 2), (2, 1), (1, 2), (2, 4)]
 
 
 @pytest.mark.few(2)
@@ -261,15 +257,18 @@ def test_engines_with_any_number_of_ranks_share_a_disk(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("prefill", "decode"), DEGREES, ids=str)
 @pytest.mark.parametrize(
-    ("family", "blocks"),
+    ("family", "blocks", "prefill", "decode"),
     [
-        ("llama", (16, 16)),
-        ("llama", (64, 16)),
-        ("gemma3_text", (16, 32)),
-        ("bamba", (16, 16)),
-        ("deepseek_v3", (32, 16)),
+        ("llama", (16, 16), 4, 2),
+        ("llama", (64, 16), 2, 1),
+        ("llama", (16, 16), 1, 2),
+        ("gemma3_text", (16, 32), 2, 4),
+        ("bamba", (16, 16), 4, 2),
+        ("bamba", (16, 16), 1, 2),
+        ("deepseek_v3", (32, 16), 2, 1),
+        ("qwen3_next", (16, 16), 2, 1),
+        ("kimi_linear", (16, 16), 1, 2),
     ],
     ids=str,
 )
@@ -299,3 +298,26 @@ def test_a_worker_hands_over_pages_to_a_worker_with_another_number_of_ranks(
     for engine in (second, first):
         stored(engine)
         engine.close()
+
+
+@pytest.mark.slow
+def test_processes_that_load_a_checkpoint_share_a_disk_with_one_process(tmp_path: Path) -> None:
+    """The checkpoint is in float32. Ranks cut and convert its weights while they read them."""
+    made("qwen3_next").save_pretrained(tmp_path / "model")
+    prompts = drawn("processes", 70, 50)
+    for count in (2, 1):
+        llm = LLM(
+            str(tmp_path / "model"),
+            tensor_parallel=count,
+            device="cpu",
+            dtype="bfloat16",
+            pool_bytes=POOL,
+            tiers=["host:8MiB", f"disk:{tmp_path / 'tier'}:64MiB"],
+            offload=PATIENT,
+        )
+        try:
+            found = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0))
+            assert [each.num_cached_tokens for each in found] == ([0, 0] if count == 2 else [69, 49])
+            stored(llm.engine)
+        finally:
+            llm.close()

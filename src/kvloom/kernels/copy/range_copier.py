@@ -10,13 +10,14 @@ One kernel copies all ranges of one size, of all pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["PageRange", "RangeCopier"]
+from kvloom.core import PageRange
+
+__all__ = ["RangeCopier"]
 
 _ALIGN = 16
 _PROGRAMS = 32
@@ -24,23 +25,10 @@ _PROGRAMS = 32
 Offsets = npt.NDArray[np.int64]
 
 
-class PageRange(Protocol):
-    """A range of `size` bytes that is at `own` in a page of the pool, and at `whole` in a page of host memory."""
-
-    @property
-    def own(self) -> int: ...
-
-    @property
-    def whole(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
 class RangeCopier:
-    """Copies ranges of pages between a pool and pinned host memory, both as one row of bytes. A call only enqueues the
-    copy. Until the copy is done, the caller must not change its source or read its target. Calls of one direction run in
-    order."""
+    """Copies ranges of pages between a pool and pinned host memory, both as one row of bytes. A range is at `own` in a
+    page of the pool, and at `whole` in a page of host memory. A call only enqueues the copy. Until the copy is done, the
+    caller must not change its source or read its target. Calls of one direction run in order."""
 
     def __init__(self, buffer: torch.Tensor, host: torch.Tensor) -> None:
         self._buffer, self._host = buffer, host
