@@ -404,13 +404,6 @@ REFUSED = {
         "batch_invariant",
         "tensor_parallel {count}: the order of sums between ranks depends on the size of a batch: turn batch_invariant off",
     ),
-    "context parallel, tensor_parallel": Refused(
-        "engine",
-        "context_parallel",
-        "tiers and tensor_parallel",
-        "context_parallel {count}, tensor_parallel {parts}: tiers have no page format for pages that are divided by heads and "
-        "by tokens: divide either the weights or the context, or remove the tiers",
-    ),
     "context parallel, GPUs": Refused(
         "engine",
         "context_parallel",

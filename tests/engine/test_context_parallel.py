@@ -282,7 +282,6 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel": 2, "tiers": ["host:1MiB"]}, "divide either the weights or the context"),
         ({"speculate": "mtp,tree=8"}, "no mask for draft trees"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),

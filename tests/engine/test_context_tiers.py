@@ -1,4 +1,4 @@
-"""Tiers with context parallelism: a page in a tier has the parts of all ranks, and is complete or not there."""
+"""Tiers with context parallelism: a page in a tier is the page of one rank, and is complete or not there."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvloom.core import CacheControl
-from kvloom.engine import LLM, SamplingParams
+from kvloom.core import CacheControl, ContextPart, PoolLayout, TensorPart
+from kvloom.engine import LLM, Engine, SamplingParams
 from kvloom.engine.parallel.host_copies import RankHost
 from kvloom.engine.parallel.messages import CopyHost
+from kvloom.kernels.memory import layer_views
 from kvloom.models.sharding import RankError
+from kvloom.models.specs import model_spec
 from tests.engine.test_hand_over import address_of, finished, step_until
 from tests.engine.test_offload import PATIENT, drawn, greedy, offload_of, served
 from tests.engine.test_quantised import calibrated
 from tests.engine.test_rank_tiers import closed, stored, tokens_of
 from tests.engine.test_tensor_parallel import POOL, made
-from tests.engine.thread_ranks import ThreadRanks, context_engine
+from tests.engine.thread_ranks import ThreadRanks, context_engine, grid_engine
 from tests.engines import make_engine
-from tests.models.zoo import expected
+from tests.models.zoo import expected, tiny
 from tests.tiers.servers import redis_server
 
 
@@ -86,25 +89,12 @@ def test_restart_loads_pages_of_all_ranks_from_redis(tmp_path: Path) -> None:
             closed(engine)
 
 
-@pytest.mark.parametrize(
-    ("family", "kinds"),
-    [("llama", {"full"}), ("gemma3_text", {"full"}), ("bamba", {"full"}), ("deepseek_v3", {"full"})],
-)
-def test_a_block_takes_as_many_bytes_in_a_tier_as_on_one_rank(family: str, kinds: set[str]) -> None:
-    """Windows and states, which are equal on all ranks, are stored once."""
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "deepseek_v3"])
+def test_pages_in_tiers_have_the_form_of_one_rank(family: str) -> None:
     whole = make_engine(made(family), POOL, tiers=["host:8MiB"])
     engine = context_engine(made(family), 2, pool_bytes=POOL, tiers=["host:8MiB"])
     try:
-        divided = {group.spec.kind for group in engine.layout.groups if group.parts == 2}
-        assert divided == kinds
-        for mine, theirs in zip(engine.layout.groups, whole.layout.groups, strict=True):
-            sizes = [
-                len(group.layers) * group.layer_bytes * parts
-                for group, parts in ((mine, mine.parts), (theirs, 1))
-            ]
-            assert sizes[0] == sizes[1]
-            forms = offload_of(engine).forms[mine.index]
-            assert sum(form.page_bytes for form in forms) == mine.page_stride * mine.runs * mine.parts
+        assert offload_of(engine).forms == offload_of(whole).forms
     finally:
         engine.close()
         whole.close()
@@ -157,8 +147,10 @@ def test_a_page_with_a_damaged_part_of_one_rank_is_recomputed_on_all(tmp_path: P
         engine.step()
     assert request.sequence is not None
     assert isinstance(engine.group, ThreadRanks)
-    page, stride = int(request.sequence.table(0).ravel()[1]), engine.layout.groups[0].page_stride
-    part = engine.group.pools[1][page * stride : (page + 1) * stride].numpy().tobytes()
+    group, whole = engine.layout.groups[0], engine.layout.whole().groups[0]
+    first = TensorPart().ranges(group, whole, ContextPart(1, 2))[0]
+    at = int(request.sequence.table(0).ravel()[1]) * group.page_stride + first.own
+    part = engine.group.pools[1][at : at + first.size].numpy().tobytes()
     engine.run()
     assert tokens_of([request]) == wanted
     closed(engine)
@@ -166,7 +158,7 @@ def test_a_page_with_a_damaged_part_of_one_rank_is_recomputed_on_all(tmp_path: P
     files = [path for path in tmp_path.rglob("*") if path.is_file() and part in path.read_bytes()]
     assert len(files) == 1, "the part of rank 1 is not on disk"
     data = bytearray(files[0].read_bytes())
-    data[data.index(part) + stride // 2] ^= 1
+    data[data.index(part) + len(part) // 2] ^= 1
     files[0].write_bytes(data)
 
     engine = context_engine(made("llama"), 2, pool_bytes=POOL, tiers=tiers, offload=PATIENT)
@@ -177,23 +169,76 @@ def test_a_page_with_a_damaged_part_of_one_rank_is_recomputed_on_all(tmp_path: P
     closed(engine)
 
 
-@pytest.mark.slow
-def test_engines_with_another_number_of_ranks_do_not_share_pages(tmp_path: Path) -> None:
-    prompts = drawn("degrees", 70, 50)
-    wanted = expected(made("llama"), prompts, 8)
-    cached = []
-    for count in (2, 1, 4, 2, 1, 4):
-        settings = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": PATIENT}
-        if count == 1:
-            engine = make_engine(made("llama"), POOL, **settings)
-        else:
-            engine = context_engine(made("llama"), count, pool_bytes=POOL, **settings)
+ENGINES = {"one": (1, 1), "context 2": (1, 2), "context 4": (1, 4), "weights 2": (2, 1), "both": (2, 2)}
+"""The number of parts of the weights and of the context."""
+
+
+def engine_of(family: str, parts: tuple[int, int], **settings: Any) -> Engine:
+    settings = {"offload": PATIENT, **settings}
+    if parts == (1, 1):
+        return make_engine(made(family), POOL, **settings)
+    return grid_engine(made(family), *parts, pool_bytes=POOL, **settings)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "settings", "engines"),
+    [
+        ("llama", {}, tuple(ENGINES)),
+        ("llama", {"kv_dtype": "int8", "block_tokens": 32}, ("context 4", "one", "both")),
+        ("gemma3_text", {}, ("one", "context 2", "both")),
+        ("bamba", {}, ("both", "one", "context 2", "weights 2")),
+        ("qwen3_next", {"block_tokens": 32}, ("context 2", "one", "weights 2")),
+        ("deepseek_v3", {}, ("context 4", "both", "one")),
+    ],
+    ids=str,
+)
+def test_engines_with_any_number_of_ranks_share_pages(
+    family: str, settings: dict[str, Any], engines: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Each engine loads a prompt of every earlier engine, and stores its own."""
+    prompts: list[list[int]] = []
+    wanted: list[list[int]] = []
+    block = settings.get("block_tokens", 16)
+    for name in engines:
+        (own,) = drawn((family, name), 70)
+        prompts.append(own)
+        wanted += tokens_of(served(make_engine(made(family), POOL, **settings), [own]))
+        engine = engine_of(family, ENGINES[name], tiers=[f"disk:{tmp_path}:64MiB"], **settings)
         requests = served(engine, prompts)
         assert tokens_of(requests) == wanted
-        cached.append([request.cached_tokens for request in requests])
+        *cached, new = (request.cached_tokens or 0 for request in requests)
+        assert new < 16
+        assert all(tokens >= 69 // block * block for tokens in cached)
         stored(engine)
         engine.close()
-    assert cached == [[0, 0]] * 3 + [[64, 48]] * 3
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_the_parts_of_all_ranks_are_the_page_of_one_rank(family: str, kv_dtype: str, count: int) -> None:
+    layers = model_spec(
+        tiny(family).config.to_dict(), kv_dtype=None if kv_dtype == "auto" else kv_dtype
+    ).layers
+    whole = PoolLayout.build(layers)
+    draw = torch.Generator().manual_seed(1)
+    page = torch.randint(64, (whole.slab_bytes,), generator=draw, dtype=torch.uint8)  # no bytes of a NaN
+    for group in whole.groups:
+        found = torch.zeros_like(page)
+        for rank in range(count):
+            own = PoolLayout.build(layers, part=ContextPart(rank, count))
+            assert own.whole() == whole
+            part, views = torch.zeros(own.slab_bytes, dtype=torch.uint8), layer_views(page, whole)
+            for name, view in layer_views(part, own).items():
+                for field, x in view.fields.items() if name in group.layers else ():
+                    tokens = x.shape[1]
+                    first = rank * tokens if tokens < 16 else 0
+                    x[0] = views[name].fields[field][0, first : first + tokens]
+            for each in TensorPart().ranges(own.groups[group.index], group, own.part):
+                if each.is_first:
+                    found[each.whole : each.whole + each.size] = part[each.own : each.own + each.size]
+        assert torch.equal(found[: group.page_bytes], page[: group.page_bytes])
 
 
 @pytest.mark.slow
@@ -217,14 +262,18 @@ def test_a_tier_that_re_encodes_pages_works_on_ranks(block_tokens: int, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_a_worker_with_two_ranks_hands_over_pages_to_another(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "giver", "taker"),
+    [("llama", "context 2", "context 2"), ("bamba", "context 2", "one"), ("llama", "both", "context 4")],
+)
+def test_a_worker_hands_over_pages_to_a_worker_with_another_number_of_ranks(
+    family: str, giver: str, taker: str
+) -> None:
     (prompt,) = drawn(("hand-over", family), 110)
     wanted = expected(made(family), [prompt], 8)
-    common: dict[str, Any] = {"pool_bytes": POOL, "offload": PATIENT}
-    first = context_engine(made(family), 2, tiers=["host:16MiB?share=0&checked=1"], token_budget=32, **common)
+    first = engine_of(family, ENGINES[giver], tiers=["host:16MiB?share=0&checked=1"], token_budget=32)
     peer = address_of(first)
-    second = context_engine(made(family), 2, tiers=[f"peer://{peer}?timeout=30"], **common)
+    second = engine_of(family, ENGINES[taker], tiers=[f"peer://{peer}?timeout=30"])
     got = second.add(prompt, greedy(8), awaits_peer=peer)
     step_until(lambda: second.scheduler.loading_count == 1, second)
     given = first.add(prompt, greedy(1), offers_pages=True)
@@ -237,7 +286,8 @@ def test_a_worker_with_two_ranks_hands_over_pages_to_another(family: str) -> Non
     assert [got.tokens] == wanted
     assert offload_of(second).stats.hand_overs == 1
     assert (got.cached_tokens or 0) >= 96
-    closed(second)
+    stored(second)
+    second.close()
     closed(first)
 
 

@@ -36,7 +36,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import divide_context, shard_model
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import Work
-from kvloom.models.sharding import RankGroups, set_ranks
+from kvloom.models.sharding import RankGroups, ranks_of, set_ranks
 
 CPU = torch.device("cpu")
 
@@ -80,6 +80,8 @@ class ThreadRanks:
     def _serve(self, rank: int, queue: SimpleQueue[bytes | None]) -> None:
         try:
             model, config = self.part(rank), with_step_sizes(self._config, False)
+            groups = ranks_of(model)
+            assert groups is not None
             table = open_adapters(model, config)
             slots = None if table is None else table.slots
             head = load_head(config.head, model) if config.head else None
@@ -90,7 +92,7 @@ class ThreadRanks:
             host = RankHost(
                 memory.layout,
                 memory.buffer,
-                rank,
+                groups.weight_shard,
                 lambda number: self.host_copies.copied(rank, number),
                 self.errors.append,
             )

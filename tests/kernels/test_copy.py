@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvloom.core import CopyBatch, Field, LayerSpec, PoolLayout, Visibility
-from kvloom.kernels.copy import Copier, Method, copier as copy, copy_pages, reference
+from kvloom.core import CopyBatch, Field, LayerSpec, PageRange, PoolLayout, Visibility
+from kvloom.kernels.copy import Copier, Method, RangeCopier, copier as copy, copy_pages, reference
 from kvloom.kernels.copy.copier import merge_adjacent
 from kvloom.kernels.memory import allocate, layer_views
 
@@ -160,6 +160,49 @@ def test_pages_are_copied_to_the_host_and_back(
     copier.scatter(host, other, rows, method=method).synchronize()
     before[other, :size] = before[ids, :size].clone()
     assert torch.equal(pool.cpu().view(pages, stride), before)
+
+
+@pytest.mark.parametrize("unit", [16, 4], ids=["by a kernel", "one by one"])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranges_of_pages_are_copied_to_the_host_and_back(
+    seed: int, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranges of a page are in another order and at other distances in host memory."""
+    pytest.importorskip("triton")
+    rng = random.Random(seed)
+    if not CUDA:
+        monkeypatch.setattr(torch.cuda, "Stream", Immediate)
+        monkeypatch.setattr(torch.cuda, "Event", Immediate)
+        for name in ("stream", "device"):
+            monkeypatch.setattr(torch.cuda, name, nullcontext)
+        monkeypatch.setattr(torch.cuda, "current_stream", Immediate)
+        monkeypatch.setattr(RangeCopier, "_upload", lambda self, ids: torch.from_numpy(ids))
+    sizes = [unit * rng.choice([1, 3, 64, 1025]) for _ in range(5)]
+    owns = np.cumsum([0, *sizes])
+    order = rng.sample(range(5), 5)
+    wholes = dict(zip(order, np.cumsum([32, *(sizes[i] + 48 for i in order)])[:-1].tolist(), strict=True))
+    ranges = [PageRange(int(owns[i]), wholes[i], size, True) for i, size in enumerate(sizes)]
+    stride, whole = -(-int(owns[-1]) // 16) * 16, sum(sizes) + 5 * 48 + 48
+    pool, host = pool_of(6, stride), host_of(1, 8 * whole)[0]
+    copier = RangeCopier(pool, host)
+    pages, rows = rng.sample(range(6), 3), rng.sample(range(8), 3)
+    before, expected = pool.cpu(), host.clone()
+    for page, row in zip(pages, rows, strict=True):
+        for each in ranges:
+            to, at = row * whole + each.whole, page * stride + each.own
+            expected[to : to + each.size] = before[at : at + each.size]
+    starts, offsets = np.array(pages, np.int64) * stride, np.array(rows, np.int64) * whole
+    copier.gather(ranges, starts, offsets).synchronize()
+    assert torch.equal(host, expected)
+
+    pool.zero_()
+    copier.scatter(ranges, starts, offsets, torch.cuda.current_stream())
+    if CUDA:
+        torch.cuda.synchronize()
+    found, wanted = pool.cpu().view(6, stride), before.view(6, stride)
+    assert torch.equal(found[pages, : int(owns[-1])], wanted[pages, : int(owns[-1])])
+    others = [page for page in range(6) if page not in pages]
+    assert not found[others].any()
 
 
 def test_a_page_may_be_gathered_twice_and_a_row_scattered_twice() -> None:

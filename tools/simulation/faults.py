@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.core import PageGroup
 from kvloom.engine.offload import HostPages, Ids
 from kvloom.tiers import Outcome
 from kvloom.tiers.disk import Files
@@ -224,18 +225,18 @@ class DeviceCopies(HostPages):
     def wait(self, event: Any) -> None:
         event.wait()
 
-    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Any:
+    def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Any:
         if self.faults.happens("offload_fail"):
             raise RuntimeError("CUDA out of memory (injected)")
-        return self._start("offload", stride, pages, offsets)
+        return self._start("offload", group, pages, offsets)
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Any:
+    def load(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> Any:
         if self.faults.happens("load_fail"):
             raise RuntimeError("CUDA out of memory (injected)")
-        return self._start("load", stride, pages, offsets)
+        return self._start("load", group, pages, offsets)
 
-    def _start(self, verb: str, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> _CopyEvent:
-        event = _CopyEvent(self, (verb, stride, np.array(pages), np.array(offsets)))
+    def _start(self, verb: str, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> _CopyEvent:
+        event = _CopyEvent(self, (verb, group, np.array(pages), np.array(offsets)))
         self._pending[verb].append(event)
         if not self.delay:
             self.finish(event)
@@ -255,7 +256,7 @@ class DeviceCopies(HostPages):
         pending = self._pending[event.job[0]]
         while not event.is_done:
             first = pending.pop(0)
-            verb, stride, pages, offsets = first.job
+            verb, group, pages, offsets = first.job
             move = super().offload if verb == "offload" else super().load
-            move(stride, pages, offsets)
+            move(group, pages, offsets)
             first.is_done = True

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import KVCache, PoolLayout
+from kvloom.core import KVCache, PageGroup, PoolLayout
 from kvloom.engine.offload import Event, HostPages, Ids, PageOffloader, form_of, open_host
 from kvloom.models.specs import model_spec
 from kvloom.tiers.transfers import TransferManager
@@ -36,10 +36,10 @@ class _TimedHostPages(HostPages):
 
     seconds = 0.0
 
-    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
+    def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         began = time.perf_counter()
         try:
-            return super().offload(stride, pages, offsets, age)
+            return super().offload(group, pages, offsets, age)
         finally:
             self.seconds += time.perf_counter() - began
 

@@ -47,9 +47,12 @@ from .layout import (
     LayerSpec,
     Order,
     PageGroup,
+    PageRange,
     PoolLayout,
+    TensorPart,
     Visibility,
     attention_fields,
+    divided_specs,
 )
 from .loading import Loading, LoadPlan, MissingPages, TierQuery
 from .pool import CopyBatch, Ids, PagePool, plain_ids, unwatched
@@ -143,6 +146,7 @@ __all__ = [
     "Order",
     "PageGroup",
     "PagePool",
+    "PageRange",
     "Pin",
     "Policy",
     "PoolLayout",
@@ -157,6 +161,7 @@ __all__ = [
     "StepSize",
     "StepTimes",
     "Tenant",
+    "TensorPart",
     "TierQuery",
     "Verdict",
     "VirtualClock",
@@ -164,6 +169,7 @@ __all__ = [
     "WallClock",
     "activation_mark",
     "attention_fields",
+    "divided_specs",
     "format_bytes",
     "hash_chain",
     "make_policy",

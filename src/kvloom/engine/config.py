@@ -306,10 +306,6 @@ class EngineConfig:
         count = self.context_parallel
         if count == 1:
             return
-        if self.tensor_parallel > 1 and self.tiers:
-            raise ValueError(
-                refused("context parallel, tensor_parallel", count=count, parts=self.tensor_parallel)
-            )
         if self.tree_nodes:
             raise ValueError(refused("context parallel, tree", count=count))
         if self.max_pool_bytes is not None:

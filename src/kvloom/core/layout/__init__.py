@@ -3,11 +3,13 @@
 layer_spec    LayerSpec: fields and visibility of one layer
 pool_layout   PoolLayout: groups of layers, page sizes, the slab
 context_part  ContextPart: the tokens of a block that one of several ranks stores
+tensor_part   TensorPart: the bytes of a page that one of several ranks stores
 """
 
 from .context_part import WHOLE, ContextPart
 from .layer_spec import DTYPE_BYTES, PROMPT, QUANTISED, Field, LayerSpec, Order, Visibility, attention_fields
 from .pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
+from .tensor_part import PageRange, TensorPart, divided_specs
 
 __all__ = [
     "DTYPE_BYTES",
@@ -21,7 +23,10 @@ __all__ = [
     "LayerSpec",
     "Order",
     "PageGroup",
+    "PageRange",
     "PoolLayout",
+    "TensorPart",
     "Visibility",
     "attention_fields",
+    "divided_specs",
 ]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -59,12 +59,19 @@ Positions = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Field:
     """One array of a layer. `shape` is its shape per token, or per state. `shard_axis` is the axis that tensor
-    parallelism splits. None means that every rank has a full copy (MLA)."""
+    parallelism splits. None means that every rank has a full copy (MLA).
+
+    `parts` are the sizes of the parts of the shard axis, if it has several, such as the [x|B|C] of a convolution.
+    Tensor parallelism splits each part separately. On one of several ranks, `whole_parts` are the sizes of these parts
+    in the whole model. () means that the field is not divided (`tensor_part.py`).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     shard_axis: int | None = None
+    parts: tuple[int, ...] = ()
+    whole_parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -77,11 +84,36 @@ class Field:
             raise ValueError(
                 f"field {self.name!r}: shard_axis {self.shard_axis} is not an axis of {self.shape}"
             )
+        if self.parts and (self.shard_axis is None or sum(self.parts) != self.shape[self.shard_axis]):
+            raise ValueError(
+                f"field {self.name!r}: the parts {self.parts} do not add up to axis {self.shard_axis} of {self.shape}"
+            )
+        if self.whole_parts and len(self.whole_parts) != len(self.axis_parts):
+            raise ValueError(
+                f"field {self.name!r}: {len(self.axis_parts)} parts on a rank, {len(self.whole_parts)} in the whole model"
+            )
+
+    @property
+    def axis_parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of the shard axis. An axis without `parts` is one part. () without a shard axis."""
+        if self.shard_axis is None:
+            return ()
+        return self.parts or (self.shape[self.shard_axis],)
 
     @property
     def bytes(self) -> int:
         """Bytes of the field for one token, or for one state."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def whole(self) -> Field:
+        """Return the field in the whole model, if this is the field of one of several ranks. Otherwise return the field
+        itself."""
+        if not self.whole_parts:
+            return self
+        shape = list(self.shape)
+        shape[self.shard_axis or 0] = sum(self.whole_parts)
+        parts = self.whole_parts if self.parts else ()
+        return replace(self, shape=tuple(shape), parts=parts, whole_parts=())
 
     def axes(self, order: Order) -> tuple[int, ...]:
         """Return the order in which a page stores the axes of (tokens, *shape), outermost first. A field without heads
@@ -270,6 +302,13 @@ class LayerSpec:
     def bytes(self) -> int:
         """Number of bytes of one token, or of one state."""
         return sum(field.bytes for field in self.fields)
+
+    def whole(self) -> LayerSpec:
+        """Return the spec of the layer in the whole model, if this is the spec of one of several ranks. Otherwise
+        return the spec itself."""
+        if not any(field.whole_parts for field in self.fields):
+            return self
+        return replace(self, fields=tuple(field.whole() for field in self.fields))
 
     @property
     def kind(self) -> str:

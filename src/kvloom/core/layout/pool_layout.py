@@ -8,13 +8,16 @@ The layers of a group may be split over several pages of a block. A run is the s
 block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each. If possible, the
 layout chooses the runs so that the pages of all groups have the same size. The slab size is a common multiple of the
 page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+
+With several ranks, a rank has the runs of the whole model if possible. Ranks of different groups then store the
+same layers in a page, and can exchange pages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .context_part import WHOLE, ContextPart
@@ -128,8 +131,12 @@ class PoolLayout:
             members.setdefault(spec, []).append(name)
         divided = part.page_tokens(block_tokens)
         tokens = {spec: divided if _is_divisible(spec) else block_tokens for spec in members}
-        sizes = tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
+        sizes = _sizes(members, tokens)
         slab, cuts = _choose(sizes, granularity)
+        whole = {spec.whole(): names for spec, names in members.items()}
+        if (whole.keys() != members.keys() or part != WHOLE) and len(whole) == len(members):
+            whole_tokens = dict.fromkeys(whole, block_tokens)
+            slab, cuts = _choose_like(_sizes(whole, whole_tokens), sizes, granularity) or (slab, cuts)
         groups = []
         next_column = {"token": 0, "state": 0, "media": 0}
         for index, ((spec, names), (runs, stride)) in enumerate(zip(members.items(), cuts, strict=True)):
@@ -153,6 +160,25 @@ class PoolLayout:
         """Return the number of page ids of one block, or of one state, over all groups of a kind. `numbering` is the
         kind: "token" or "media" for a block, "state" for a state."""
         return sum(group.runs for group in self.of(numbering))
+
+    def whole(self) -> PoolLayout:
+        """Return the layout of whole pages, which tiers store. On one of several ranks, a page has some heads of each layer
+        (tensor parallelism), or some tokens of a block (context parallelism). The whole page has the same layers with all
+        heads and tokens. On one rank, this is the layout itself."""
+        layers = {name: group.spec.whole() for group in self.groups for name in group.layers}
+        if self.part == WHOLE and all(group.spec.whole() == group.spec for group in self.groups):
+            return self
+        found = PoolLayout.build(layers, self.block_tokens)
+        if [group.runs for group in found.groups] == [group.runs for group in self.groups]:
+            return found
+        groups = []
+        for own in self.groups:
+            tokens = own.block_tokens * own.parts
+            group = replace(
+                own, spec=own.spec.whole(), block_tokens=tokens, pages_per_slab=1, page_stride=0, parts=1
+            )
+            groups.append(replace(group, page_stride=group.page_bytes))
+        return replace(found, groups=tuple(groups), slab_bytes=max(group.page_stride for group in groups))
 
     def slabs_in(self, pool_bytes: int) -> int:
         """Return the number of whole slabs in `pool_bytes`."""
@@ -215,6 +241,13 @@ def _is_divisible(spec: LayerSpec) -> bool:
     return is_full and spec.lifetime != "draft"
 
 
+def _sizes(
+    members: Mapping[LayerSpec, list[str]], tokens: Mapping[LayerSpec, int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the bytes of a layer and the number of layers of each group."""
+    return tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
+
+
 def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
     units = block_tokens if spec.unit == "token" else 1
     return -(-spec.bytes * units // _ALIGN) * _ALIGN
@@ -254,9 +287,32 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
     return best[1], best[2]
 
 
-def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | None:
+@lru_cache(maxsize=256)
+def _choose_like(
+    whole: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...], granularity: int
+) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+    """Like `_choose`, with the runs that `_choose` returns for the sizes of the `whole` model. Return None if the slab
+    would be larger than a slab of the whole model."""
+    most, cuts = _choose(whole, granularity)
+    runs = [-(-count // runs) for (_, count), (runs, _) in zip(whole, cuts, strict=True)]
+    steps = {
+        layer * run * k for (layer, _), run in zip(sizes, runs, strict=True) for k in range(1, _MULTIPLES + 1)
+    }
+    best: tuple[float, int, tuple[tuple[int, int], ...]] | None = None
+    for slab in sorted({_round_up(step, granularity) for step in steps}):
+        found = [_best_cut(*size, slab, run) for size, run in zip(sizes, runs, strict=True)]
+        fitting = [cut for cut in found if cut is not None]
+        cost = sum(cut[0] for cut in fitting)
+        if slab <= most and len(fitting) == len(found) and (best is None or cost < best[0]):
+            best = cost, slab, tuple(cut[1:] for cut in fitting)
+    return None if best is None else best[1:]
+
+
+def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tuple[float, int, int] | None:
+    """Return the cost, the runs and the page stride of a group in a slab, or None if its pages do not fit. `only` is the
+    number of layers of a page. By default, the number with the lowest cost is chosen."""
     best = None
-    for run in _run_lengths(count):
+    for run in _run_lengths(count) if only is None else (only,):
         page = layer * run
         pages = slab // page
         runs = -(-count // run)

@@ -7,14 +7,13 @@ Settings that cannot work are refused before the buffer is allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import WHOLE, CheckpointPolicy, ContextPart, KVCache, PoolLayout
+from kvloom.core import WHOLE, CheckpointPolicy, ContextPart, KVCache, PoolLayout, divided_specs
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.fusion import fuse
@@ -22,7 +21,7 @@ from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint, transformers_config
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
-from kvloom.models.sharding import Ranks, ranks_of
+from kvloom.models.sharding import ranks_of, whole_of
 from kvloom.models.specs import ModelSpec, folder_of, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
@@ -73,11 +72,11 @@ def allocate_kv_memory(
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
         raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
     batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
-    spec = model_spec(
-        {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
-        kv_dtype=config.kv_dtype,
-        static_scales=config.kv_scales != "dynamic",
-    )
+    spec = _spec(model.config, weight.dtype, config)
+    whole = whole_of(model)
+    if whole is not None:
+        layers = divided_specs(spec.layers, _spec(whole.config, weight.dtype, config).layers)
+        spec = replace(spec, layers=layers)
     if draft is not None:
         spec = _with_draft(spec, draft, config)
         install(draft, spec.max_context)
@@ -131,12 +130,10 @@ def allocate_kv_memory(
         reserved = max(slabs, layout.slabs_in(config.max_pool_bytes))
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
-    every = None if ranks is None else ranks.every
-    weights = _fingerprint(model, every) if config.tiers or every is not None else ""
     name = spec.name
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
-        name = f"{model.config.model_type} {weights}{invariant}"
+        name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
         if draft is not None:  # the draft's pages are stored with the target's
             name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
@@ -157,15 +154,12 @@ def allocate_kv_memory(
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
 
 
-def _fingerprint(model: Any, ranks: Ranks | None) -> str:
-    """Return the fingerprint of a model. If the model is the part of a rank, return a fingerprint of all parts. Every
-    rank must then call this function."""
-    own = model_fingerprint(model)
-    if ranks is None:
-        return own
-    values = torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8, device=ranks.device)
-    parts = bytes(ranks.gather(values).flatten().tolist())
-    return blake2b(parts, digest_size=16, person=b"kvloom.ranks").hexdigest()
+def _spec(model_config: Any, dtype: torch.dtype, config: EngineConfig) -> ModelSpec:
+    return model_spec(
+        {**model_config.to_dict(), "dtype": str(dtype).removeprefix("torch.")},
+        kv_dtype=config.kv_dtype,
+        static_scales=config.kv_scales != "dynamic",
+    )
 
 
 def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:

@@ -221,7 +221,7 @@ class ColdPages:
             self._apply_copies()  # first read evicted pages and move compacted pages, because the copies overwrite them
             pages = self._visible_pages(request, sequence, found.position)
             for (group, _, _, ids), lease in zip(pages, found.visible, strict=True):
-                self._pages.load(group.page_stride, ids, lease.offsets).synchronize()
+                self._pages.load(group, ids, lease.offsets).synchronize()
         finally:
             _release(found.visible)
         return True
@@ -310,7 +310,7 @@ class ColdPages:
         is_new = written.results == int(Outcome.PENDING)
         try:
             if is_new.any():
-                self._pages.offload(group.page_stride, pages[is_new], written.offsets[is_new]).synchronize()
+                self._pages.offload(group, pages[is_new], written.offsets[is_new]).synchronize()
             done = True
         finally:
             written.release(done)

@@ -6,17 +6,15 @@ The arena is the memory of the host tier. On a GPU it is pinned, and copies run 
 copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
 hashes or requests.
 
-With several ranks the arena is shared memory. A page in it has the parts of all ranks side by side, and each rank
-copies its own part. Tiers therefore store whole pages, and only rank 0 uses them:
+With several ranks the arena is shared memory. A page in it is a page of the whole model, as on one rank. Each rank
+copies its heads and channels (tensor parallelism) or its tokens (context parallelism). Tiers store whole pages, so
+engines with any number of ranks share them:
 
-    pool of rank 0: page 7 ──> |  rank 0  |  rank 1  | <── pool of rank 1: page 7
-                               one page in the arena
+    one page in the arena   | layer 0: heads 0-3 | layer 0: heads 4-7 | layer 1: heads 0-3 | layer 1: heads 4-7 | …
+    copied by                 rank 0               rank 1               rank 0               rank 1
 
-Pages that are equal on all ranks have one part. Rank 0 offloads it, and all ranks load it.
-
-    ranks divide    pages with one part for each rank     pages with one part
-    the weights     K and V, recurrent states             latents of MLA
-    the context     full attention, latents of MLA        sliding and chunked windows, recurrent states
+Bytes that several ranks have are offloaded by the first of them, and all load them. Examples are latents of MLA with
+tensor parallelism, and windows and states with context parallelism.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import HASH_TOKENS, PageGroup, PoolLayout
+from kvloom.core import HASH_TOKENS, WHOLE, LayerSpec, PageGroup, PageRange, PoolLayout, TensorPart
 from kvloom.engine.preflight import host_slab_bytes
-from kvloom.kernels.copy import Copier, FinishedEvent
+from kvloom.kernels.copy import Copier, FinishedEvent, RangeCopier
 from kvloom.tiers import Form, HostConfig, HostTier, PageFields, PageValues, UnitForm, ValueForm
 from kvloom.tiers.host import SharedMemory, copy_pages
 
@@ -55,29 +53,26 @@ __all__ = [
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
 _POLL_SECONDS = 0.0005
+_SHORT_BYTES = 256
+"""Shorter ranges are copied together, because a call for each of them would take longer than the copy."""
 _MIN_CHECKED_BYTES = 32 * 1024
 """If a page has fewer bytes than this per layer, all its layers share one checksum, because a checksum per layer
 would cost too much."""
 
 
-def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
+def form_of(group: PageGroup, run: int) -> Form:
     """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
-    is the number of the page. `ranks` is the number of ranks that divide the weights. A page has the parts of all
-    ranks, or one part if it is equal on all ranks. Pages of equal size with different layouts, or of another number of
-    ranks, have different forms.
+    is the number of the page. On several ranks, pass a group of `PoolLayout.whole`. Pages of equal size with different
+    layouts have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
-    parts = _parts(group, ranks)
-    page_bytes = group.page_stride * parts
     return Form(
         dtype="+".join(dict.fromkeys(f.dtype for f in group.spec.fields)),
-        order="LFHTD" if parts == 1 else "RLFHTD",
-        page_bytes=page_bytes,
-        run_bytes=page_bytes if single else group.layer_bytes,
-        shard=f"run {run} of {group.runs}"
-        + (f", {ranks} ranks" if ranks > 1 else "")
-        + (f", blocks in {group.parts} parts" if group.parts > 1 else ""),
+        order="LFHTD",
+        page_bytes=group.page_stride,
+        run_bytes=group.page_stride if single else group.layer_bytes,
+        shard=f"run {run} of {group.runs}",
         layout=_layout_text(group, run, fields),
     )
 
@@ -87,55 +82,45 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
     return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {layers}: {fields}"
 
 
-def unit_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, UnitForm]:
-    """Return a mapping: form (byte layout) of a page in the pool → form of its units. Tiers store each page as
-    units.
+def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
+    """Return a mapping: form (byte layout) of a page in host memory → form of its units. Tiers store each page as
+    units. `layout` is the layout of whole pages (`PoolLayout.whole`).
 
     A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
-    tokens. Omits a group if its blocks own another number of pages in that layout, if its blocks are divided between
-    ranks, or if there is padding between the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS
-    tokens.
+    tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if `layout` already has
+    blocks of HASH_TOKENS tokens.
     """
-    groups, units = _unit_groups(layout)
+    if layout.block_tokens == HASH_TOKENS:
+        return {}
+    units = PoolLayout.build(_layers(layout), HASH_TOKENS)
     return {
-        form_of(group, run, ranks): UnitForm(
-            form_of(unit, run, ranks), _page_fields(unit, ranks), _page_fields(group, ranks)
-        )
-        for group, unit in zip(groups, units, strict=True)
+        form_of(group, run): UnitForm(form_of(unit, run), _page_fields(unit), _page_fields(group))
+        for group, unit in zip(layout.groups, units.groups, strict=True)
         for run in range(group.runs)
-        if group.runs == unit.runs and not _has_gaps(group, ranks) and not _has_gaps(unit, ranks)
+        if group.runs == unit.runs
     }
 
 
-def _unit_groups(layout: PoolLayout) -> tuple[list[PageGroup], list[PageGroup]]:
-    """Return the groups whose pages tiers store as units, and the groups of the units. Both are empty if `layout` has
-    blocks of HASH_TOKENS tokens."""
-    groups = [group for group in layout.groups if group.parts == 1]
-    if layout.block_tokens == HASH_TOKENS or not groups:
-        return [], []
-    layers = {name: group.spec for group in groups for name in group.layers}
-    return groups, list(PoolLayout.build(layers, HASH_TOKENS).groups)
-
-
-def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
+def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
     """Return a mapping: form (byte layout) of a page → form in which a re-encoding tier receives it. A re-encoding
     tier stores pages as int8 or fp8 values. The keys are the forms of pages in `layout`, and of their units (pages
-    of HASH_TOKENS tokens).
+    of HASH_TOKENS tokens). `layout` is the layout of whole pages (`PoolLayout.whole`).
 
     The tier receives tokens as plain float32 values, so the stored form does not depend on the KV dtype. Raises
-    ValueError for pages whose scales are not in the page, and for pages with padding between the parts of ranks.
+    ValueError for pages whose scales are not in the page.
     """
+    layouts = [layout]
+    if layout.block_tokens != HASH_TOKENS:
+        layouts.append(PoolLayout.build(_layers(layout), HASH_TOKENS))
     found = {}
-    for group in (*layout.groups, *_unit_groups(layout)[1]):
-        if _has_gaps(group, ranks):
-            raise ValueError(f"its pages of {group.name} have padding between the parts of {ranks} ranks")
-        values = PageValues(_page_fields(group, ranks))
+    for group in (group for each in layouts for group in each.groups):
+        values = PageValues(_page_fields(group))
         for run in range(group.runs):
-            form = form_of(group, run, ranks)
+            form = form_of(group, run)
             text = form.layout if group.spec.unit == "state" else _layout_text(group, run, values.text())
             stored = replace(
                 form,
-                order="FLTHD" if _parts(group, ranks) == 1 else "FRLTHD",
+                order="FLTHD",
                 page_bytes=values.bytes,
                 run_bytes=values.bytes,
                 layout=text,
@@ -146,22 +131,13 @@ def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
     return found
 
 
-def _page_fields(group: PageGroup, ranks: int) -> PageFields:
-    """Return the fields of a page. The parts of ranks count as further layers, if there is no padding between them."""
-    tokens, parts = group.block_tokens if group.spec.unit == "token" else 0, _parts(group, ranks)
-    layers, page_bytes = group.run_layers * parts, group.page_stride * parts
-    return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, page_bytes)
+def _layers(layout: PoolLayout) -> dict[str, LayerSpec]:
+    return {name: group.spec for group in layout.groups for name in group.layers}
 
 
-def _parts(group: PageGroup, ranks: int) -> int:
-    """Return the number of parts of a page in the arena. It is 1 if the page is equal on all ranks, or if only rank 0
-    uses it, as for a draft model. `ranks` is the number of ranks that divide the weights."""
-    is_divided = any(field.shard_axis is not None for field in group.spec.fields)
-    return group.parts * (ranks if is_divided and group.spec.lifetime != "draft" else 1)
-
-
-def _has_gaps(group: PageGroup, ranks: int) -> bool:
-    return _parts(group, ranks) > 1 and group.page_stride != group.page_bytes
+def _page_fields(group: PageGroup) -> PageFields:
+    tokens = group.block_tokens if group.spec.unit == "token" else 0
+    return PageFields(group.spec.fields, group.run_layers, tokens, group.layer_bytes, group.page_stride)
 
 
 def open_host(
@@ -173,12 +149,13 @@ def open_host(
     ttl: float = 0,
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned.
+    """Open a host tier for the pages of `layout` (`PoolLayout.whole`). Its slab size is a multiple of the layout's slab
+    size. For a GPU its memory is pinned.
     With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes
     of the ranks may also write to it. Returns the tier and the shared memory. The shared memory is None without
     `shared` on one rank, or if the system does not support it. Several ranks then raise ValueError.
     """
-    unit = host_slab_bytes(layout.slab_bytes * ranks, capacity)
+    unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
     memory = None
     if shared or ranks > 1:
@@ -240,7 +217,7 @@ class LoadEvent:
 
 
 class RankCopies(Protocol):
-    """Repeats copies between pool and host memory on the other ranks."""
+    """Repeats copies between pool and host memory on the other ranks of a tensor-parallel group."""
 
     @property
     def count(self) -> int:
@@ -256,14 +233,13 @@ class RankCopies(Protocol):
         """Let all ranks map the arena, and wait until they have done so."""
         ...
 
-    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy pages to offsets in the arena, after the steps that were sent before. Does not wait.
-        Return the number of the copy."""
+    def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy pages of a layer group to offsets in the arena, after the steps that were sent before. Does
+        not wait. Return the number of the copy."""
         ...
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
-        """Let all ranks copy from offsets in the arena to pages. With `is_whole`, the pages have one part, which all
-        ranks copy. Otherwise like `offload`."""
+    def load(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy from offsets in the arena to pages. Otherwise like `offload`."""
         ...
 
     def is_done(self, number: int) -> bool:
@@ -308,9 +284,8 @@ Event = torch.cuda.Event | FinishedEvent | RankEvent
 
 
 class HostPages:
-    """Runs copies between one pool and the arena of one host tier. `rank` is the number of the part that the pool
-    has of every page. `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but
-    0."""
+    """Runs copies between one pool and the arena of one host tier. `part` is the part of every page that the pool has.
+    `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but 0."""
 
     def __init__(
         self,
@@ -318,24 +293,31 @@ class HostPages:
         buffer: torch.Tensor,
         arena: npt.NDArray[np.uint8],
         ranks: RankCopies | None = None,
-        rank: int = 0,
+        part: TensorPart | None = None,
     ) -> None:
         self.buffer = buffer
-        self.weight_ranks = 1 if ranks is None else ranks.count // layout.part.count
-        """Number of ranks that divide the weights. Only rank 0 knows it."""
-        self._arena, self._ranks, self._rank = arena, ranks, rank
+        self._arena, self._ranks = arena, ranks
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
         self._load_stream: torch.cuda.Stream | None = None
         if buffer.is_cuda:  # a higher priority than the model's kernels, like the copiers' streams
             self._load_stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
-        memory = torch.from_numpy(arena)
+        self._memory = torch.from_numpy(arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
+        part = part or TensorPart(0, 1 if ranks is None else ranks.count // layout.part.count)
+        self._ranges: list[list[PageRange]] | None = None
+        self._range_copier: RangeCopier | None = None
+        if part.count > 1 or layout.part != WHOLE:
+            pairs = zip(layout.groups, layout.whole().groups, strict=True)
+            self._ranges = [part.ranges(*pair, layout.part) for pair in pairs]
+            if buffer.is_cuda:
+                self._range_copier = RangeCopier(buffer, self._memory)
+            return
         for stride in {group.page_stride for group in layout.groups}:
             self._copiers[stride] = Copier(buffer, stride)
-            count = memory.numel() // stride
-            self._rows[stride] = memory[: count * stride].view(count, stride)
+            count = self._memory.numel() // stride
+            self._rows[stride] = self._memory[: count * stride].view(count, stride)
 
     @property
     def has_failed(self) -> bool:
@@ -367,51 +349,30 @@ class HostPages:
             event.record(torch.cuda.current_stream(self.buffer.device))
             self._marks = [event] if moved else [event, *self._marks]
 
-    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
+    def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
+        """Copy pages of a layer group to offsets in the arena, and return the event of the copy. Does not block on a
+        GPU. On several ranks, every rank copies its part. If pages are equal on all ranks, only rank 0 copies them.
 
         On a GPU, `age` selects the work on the current stream for which the copy waits: all work (0), work
         before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
         this mark did not write the pages.
         """
-        own = offsets + self._rank * stride
-        if self._ranks is None:
-            return self._copy_out(stride, pages, own, age)
-        number = self._ranks.offload(stride, pages, offsets)
+        if self._ranks is None or (group.parts == 1 and group.spec.whole() == group.spec):
+            return self._copy_out(group, pages, offsets, age)
+        number = self._ranks.offload(group, pages, offsets)
         with self._failing(self._ranks):
-            return RankEvent(self._copy_out(stride, pages, own, age), self._ranks, number)
+            return RankEvent(self._copy_out(group, pages, offsets, age), self._ranks, number)
 
     def load(
-        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
+        self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]
     ) -> LoadEvent | FinishedEvent | RankEvent:
-        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
-        own = offsets + self._rank * stride
+        """Copy from offsets in the arena to pages of a layer group, after the work on the current stream. Does not block
+        on a GPU. On several ranks, every rank copies its part."""
         if self._ranks is None:
-            return self._copy_in(stride, pages, own)
-        number = self._ranks.load(stride, pages, offsets)
+            return self._copy_in(group, pages, offsets)
+        number = self._ranks.load(group, pages, offsets)
         with self._failing(self._ranks):
-            return RankEvent(self._copy_in(stride, pages, own), self._ranks, number)
-
-    def is_whole(self, group: PageGroup) -> bool:
-        """Return whether the pages of a layer group have one part, although there are several ranks. These pages are
-        copied by `offload_whole` and `load_whole`."""
-        return self._ranks is not None and _parts(group, self.weight_ranks) == 1
-
-    def offload_whole(
-        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0
-    ) -> torch.cuda.Event | FinishedEvent:
-        """Like `offload`, for pages that have one part. Only this rank copies them."""
-        return self._copy_out(stride, pages, offsets, age)
-
-    def load_whole(
-        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
-    ) -> LoadEvent | FinishedEvent | RankEvent:
-        """Like `load`, for pages that have one part. All ranks copy it."""
-        if self._ranks is None:
-            return self._copy_in(stride, pages, offsets)
-        number = self._ranks.load(stride, pages, offsets, is_whole=True)
-        with self._failing(self._ranks):
-            return RankEvent(self._copy_in(stride, pages, offsets), self._ranks, number)
+            return RankEvent(self._copy_in(group, pages, offsets), self._ranks, number)
 
     @staticmethod
     @contextlib.contextmanager
@@ -424,26 +385,74 @@ class HostPages:
             raise
 
     def _copy_out(
-        self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int
+        self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64], age: int
     ) -> torch.cuda.Event | FinishedEvent:
+        stride = group.page_stride
+        starts = np.asarray(pages, np.int64) * stride
+        ranges = [each for each in self._ranges_of(group) if each.is_first]
         if self._pool is not None:
-            copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
+            for size, own, whole in _by_size(ranges):
+                to, at = (np.add.outer(*each).ravel() for each in ((offsets, whole), (starts, own)))
+                _copy_ranges(self._arena, to, self._pool, at, size)
             return FinishedEvent()
         after = self._marks[:age][-1] if age and self._marks else None
+        if self._range_copier is not None:
+            return self._range_copier.gather(ranges, starts, offsets, after)
         return self._copiers[stride].gather(
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
-    def _copy_in(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
+    def _copy_in(
+        self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]
+    ) -> LoadEvent | FinishedEvent:
+        stride = group.page_stride
+        starts = np.asarray(pages, np.int64) * stride
         if self._pool is not None:
-            copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
+            for size, own, whole in _by_size(self._ranges_of(group)):
+                to, at = (np.add.outer(*each).ravel() for each in ((starts, own), (offsets, whole)))
+                _copy_ranges(self._pool, to, self._arena, at, size)
             return FinishedEvent()
         assert self._load_stream is not None
         start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._load_stream.wait_stream(torch.cuda.current_stream(self.buffer.device))
         start.record(self._load_stream)
-        self._copiers[stride].scatter(
-            self._rows[stride], pages, offsets // stride, stream=self._load_stream, after=start
-        )
+        if self._range_copier is not None:
+            self._range_copier.scatter(self._ranges_of(group), starts, offsets, self._load_stream)
+        else:
+            self._copiers[stride].scatter(
+                self._rows[stride], pages, offsets // stride, stream=self._load_stream, after=start
+            )
         done.record(self._load_stream)
         return LoadEvent(start, done)
+
+    def _ranges_of(self, group: PageGroup) -> list[PageRange]:
+        """Return the ranges of a page that this rank copies. On one rank, the range is the page with its padding."""
+        if self._ranges is None:
+            return [PageRange(0, 0, group.page_stride, True)]
+        return self._ranges[group.index]
+
+
+def _by_size(ranges: list[PageRange]) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield the ranges of each size: the size, their offsets in a rank's page, and their offsets in the whole page."""
+    for size in dict.fromkeys(each.size for each in ranges):
+        alike = [each for each in ranges if each.size == size]
+        yield size, np.array([each.own for each in alike]), np.array([each.whole for each in alike])
+
+
+def _copy_ranges(
+    target: npt.NDArray[np.uint8],
+    to: npt.NDArray[np.int64],
+    source: npt.NDArray[np.uint8],
+    at: npt.NDArray[np.int64],
+    size: int,
+) -> None:
+    """Copy `size` bytes from each offset in `at` to the matching offset in `to`. Short ranges, such as the tokens of a
+    value of 8 bits, are copied by one numpy call."""
+    if size >= _SHORT_BYTES:
+        return copy_pages(target, to, source, at, size)
+    width = next(w for w in (8, 4, 2, 1) if not (size % w or (to % w).any() or (at % w).any()))
+    kind = np.dtype(f"u{width}")
+    steps = np.arange(size // width)
+    mine, theirs = (x[: x.size // width * width].view(kind) for x in (target, source))
+    mine[np.add.outer(to // width, steps)] = theirs[np.add.outer(at // width, steps)]
+    return None

@@ -139,7 +139,6 @@ class OffloadManager:
             self._prefill_time,
             self.stats,
             self._jobs.values,
-            self._pages.weight_ranks,
         )
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())

@@ -71,14 +71,13 @@ def open_offload(
     config: OffloadConfig | None = None,
     ranks: RankCopies | None = None,
 ) -> OffloadManager:
-    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache. With several
-    ranks, rank 0 opens the tiers, and `ranks` are the other ranks. They map host memory.
+    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache. With tensor
+    parallelism, rank 0 opens the tiers, and `ranks` are the other ranks. They map host memory.
 
     Raises ValueError for an invalid URL, and for a tier that cannot be opened. If a tier with `optional=1` cannot
     be opened, the error is only logged.
     """
     layout, device, count = cache.layout, buffer.device, 1 if ranks is None else ranks.count
-    weight_ranks = count // layout.part.count
     check_tiers(text for text in tiers if isinstance(text, str))
     hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
     write: str | None = None
@@ -87,8 +86,9 @@ def open_offload(
         plain, write = split_write_policy(hosts[0])
         host_text = HostURL.parse(plain)
     server_config = _server_config(host_text)
+    whole = layout.whole()
     host, memory = open_host(
-        layout,
+        whole,
         host_text.capacity,
         host_text.checked,
         device,
@@ -106,13 +106,11 @@ def open_offload(
             ranks.share(memory)
             memory = None  # other processes must not map memory that ranks write to: they use TCP
         others = [text for text in tiers if text not in hosts]
-        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout, weight_ranks))
+        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, whole))
     except BaseException:
         host.close()
         raise
-    places = [
-        _with_unit_pages(_with_values(place, layout, weight_ranks), layout, weight_ranks) for place in places
-    ]
+    places = [_with_unit_pages(_with_values(place, whole), whole) for place in places]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
         cache,
@@ -128,22 +126,22 @@ def open_offload(
     )
 
 
-def _with_values(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
+def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
     unchanged."""
     if not isinstance(place.tier, LossyTier):
         return place
-    return replace(place, tier=ValueTier(place.tier, value_forms(layout, ranks)))
+    return replace(place, tier=ValueTier(place.tier, value_forms(layout)))
 
 
-def _with_unit_pages(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
+def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use
     them.
 
     A peer tier also has whole pages, because the peer may have the same block size as this engine. Returns
     `place` unchanged if the pool's blocks have HASH_TOKENS tokens.
     """
-    forms = unit_forms(layout, ranks)
+    forms = unit_forms(layout)
     is_peer = "peer://" in place.tier.name
     return replace(place, tier=UnitTier(place.tier, forms, has_whole_pages=is_peer)) if forms else place
 
@@ -175,14 +173,14 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
     return server
 
 
-def _checked(place: OpenTier, layout: PoolLayout, ranks: int) -> OpenTier:
+def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise TierError. If
     the tier re-encodes pages (`LossyTier`), also make it store recurrent states unchanged.
     """
     if isinstance(place.tier, LossyTier):
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
-            value_forms(layout, ranks)
+            value_forms(layout)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error

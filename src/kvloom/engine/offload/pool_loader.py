@@ -165,14 +165,13 @@ class PoolLoader:
 
     def _copy_group(self, job: LoadJob, copy: PoolCopy, group: PageGroup) -> None:
         """Start the copies of one layer group. Pages that host memory has evicted are counted and recomputed."""
-        load = self.pages.load_whole if self.pages.is_whole(group) else self.pages.load
         for run, (hashes, pages) in enumerate(copy.reservation.pages(group)):
             form = self._tiers.forms_of(job.request)[group.index][run]
             lease = self.host.acquire(Objects(hashes, group.index, form))
             copy.leases.append(lease)
             here = lease.offsets >= 0
             if here.any():
-                copy.events.append(load(group.page_stride, pages[here], lease.offsets[here]))
+                copy.events.append(self.pages.load(group, pages[here], lease.offsets[here]))
             if group.spec.unit == "state":
                 copy.states_loaded &= bool(here.all())
             else:

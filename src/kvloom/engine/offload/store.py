@@ -98,7 +98,7 @@ class PageOffloader:
         """From now on, also store offloaded pages as units (pages of HASH_TOKENS tokens), for workers with another
         block size. Does nothing if this worker's own blocks have HASH_TOKENS tokens.
         """
-        forms = unit_forms(self.cache.layout, self._pages.weight_ranks) if self._units is None else {}
+        forms = unit_forms(self.cache.layout.whole()) if self._units is None else {}
         if forms:
             self._units = UnitCopies(self.transfers.host, forms)
 
@@ -193,7 +193,6 @@ class PageOffloader:
         """
         forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
         for group in self._groups[batch.numbering]:
-            is_whole = self._pages.is_whole(group)
             for run, form in enumerate(forms[group.index]):
                 column = group.column + run
                 pages, own, hashes = batch.pages[:, column], batch.rows[:, column], batch.hashes
@@ -210,8 +209,7 @@ class PageOffloader:
                 event: Event = _DONE
                 try:
                     if sources.size:
-                        copy = self._pages.offload_whole if is_whole else self._pages.offload
-                        event = copy(group.page_stride, sources, offsets, self._age(batch))
+                        event = self._pages.offload(group, sources, offsets, self._age(batch))
                 except BaseException:
                     lease.release(False)
                     raise

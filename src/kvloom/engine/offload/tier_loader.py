@@ -59,14 +59,12 @@ class TierLoader:
         prefill_time: TimeModel,
         stats: OffloadStats,
         jobs: Callable[[], Iterable[LoadJob]],
-        ranks: int = 1,
     ) -> None:
-        """`ranks` is the number of ranks that divide the weights."""
         self.cache, self.transfers, self.config = cache, transfers, config
         self.prefill_time, self._stats, self._jobs = prefill_time, stats, jobs
         self.forms: Forms = {
-            group.index: [form_of(group, run, ranks) for run in range(group.runs)]
-            for group in cache.layout.groups
+            group.index: [form_of(group, run) for run in range(group.runs)]
+            for group in cache.layout.whole().groups
         }
         self.lossy_forms: Forms = {
             group: [replace(form, exact=False) for form in forms] for group, forms in self.forms.items()

@@ -3,8 +3,7 @@
     rank 0   HostCopies   sends each copy as a message, and counts the answers
     others   RankHost     makes the copies in the order of the messages, between steps
 
-A page in the host tier has the parts of all ranks. It is complete when every rank has copied its part. Pages that are
-equal on all ranks have one part.
+A page in the host tier is a page of the whole model. It is complete when every rank has copied its part.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import PoolLayout
+from kvloom.core import PageGroup, PoolLayout, TensorPart
 from kvloom.engine.offload import HostPages, Ids, pin_memory
-from kvloom.models.sharding import RankError
+from kvloom.models.sharding import RankError, Shard
 from kvloom.tiers.host import SharedMemory, map_shared_memory
 
 from .messages import CopyHost, ShareHost
@@ -67,15 +66,14 @@ class HostCopies:
             self.check()
             time.sleep(POLL_SECONDS)
 
-    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy pages to the host tier, after the steps that were sent before. Return the number of the
-        copy. Does not wait."""
-        return self._start(CopyHost(False, False, stride, _bytes(pages), _bytes(offsets)))
+    def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy pages of a layer group to the host tier, after the steps that were sent before. Return the
+        number of the copy. Does not wait."""
+        return self._start(CopyHost(False, group.index, _bytes(pages), _bytes(offsets)))
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
-        """Let all ranks copy from the host tier to pages. With `is_whole`, the pages have one part, which all ranks
-        copy. Otherwise like `offload`."""
-        return self._start(CopyHost(True, is_whole, stride, _bytes(pages), _bytes(offsets)))
+    def load(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
+        """Let all ranks copy from the host tier to pages of a layer group. Otherwise like `offload`."""
+        return self._start(CopyHost(True, group.index, _bytes(pages), _bytes(offsets)))
 
     def is_done(self, number: int) -> bool:
         """Return whether all ranks have made a copy."""
@@ -112,18 +110,19 @@ def _bytes(ids: Ids) -> bytes:
 
 
 class RankHost:
-    """The host tier in the process of a rank. `report` sends the number of the last finished copy to rank 0. On a GPU
-    copies end later, so another thread calls it. `fail` is called by this thread if a copy fails."""
+    """The host tier in the process of a rank. `shard` is the rank's part of the weights. `report` sends the number of the
+    last finished copy to rank 0. On a GPU copies end later, so another thread calls it. `fail` is called by this thread
+    if a copy fails."""
 
     def __init__(
         self,
         layout: PoolLayout,
         buffer: torch.Tensor,
-        rank: int,
+        shard: Shard,
         report: Callable[[int], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        self._layout, self._buffer, self._rank = layout, buffer, rank
+        self._layout, self._buffer, self._shard = layout, buffer, shard
         self._report, self._fail = report, fail
         self._pages: HostPages | None = None
         self._count = 0
@@ -151,15 +150,16 @@ class RankHost:
             raise ValueError("the memory of the host tier cannot be mapped: run all ranks as the same user")
         if self._buffer.is_cuda:
             pin_memory(arena)
-        self._pages = HostPages(self._layout, self._buffer, arena, rank=self._rank)
+        part = TensorPart(self._shard.rank, self._shard.count)
+        self._pages = HostPages(self._layout, self._buffer, arena, part=part)
 
     def _copy(self, message: CopyHost) -> Any:
         assert self._pages is not None
         pages, offsets = (np.frombuffer(each, np.int64) for each in (message.pages, message.offsets))
+        group = self._layout.groups[message.group]
         if message.is_load:
-            load = self._pages.load_whole if message.is_whole else self._pages.load
-            return load(message.page_stride, pages, offsets)
-        event = self._pages.offload(message.page_stride, pages, offsets)
+            return self._pages.load(group, pages, offsets)
+        event = self._pages.offload(group, pages, offsets)
         self._pages.wait(event)  # later steps may overwrite the pages
         return event
 

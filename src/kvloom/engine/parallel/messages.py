@@ -127,12 +127,11 @@ class ShareHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CopyHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copies of pages between the pool and the host tier. `offsets` are the offsets of whole pages, with the parts of
-    all ranks. With `is_whole`, the pages have one part, which all ranks load."""
+    """Copies of pages between the pool and the host tier. `group` is the index of the layer group. `offsets` are the
+    offsets of whole pages in the host tier."""
 
     is_load: bool
-    is_whole: bool
-    page_stride: int
+    group: int
     pages: bytes
     offsets: bytes
 

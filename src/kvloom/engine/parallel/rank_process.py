@@ -72,7 +72,7 @@ def main(fd: int, memory: int) -> None:
         gc.freeze()
         _send(link, Ready(str(kv.layout.table()), kv.cache.usable_slabs))
         ranks.limit(float(start.settings["rank_seconds"]))
-        _serve(link, channel, start.rank, kv, runner, adapters)
+        _serve(link, channel, ranks, kv, runner, adapters)
     except EOFError:
         os._exit(0)  # rank 0 is gone; nothing needs saving
     except Exception as error:  # noqa: BLE001 - rank 0 reports every error
@@ -113,7 +113,7 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
 def _serve(
     link: socket.socket,
     channel: StepChannel,
-    rank: int,
+    ranks: RankGroups,
     kv: KVMemory,
     runner: ModelRunner,
     adapters: RankAdapters,
@@ -122,12 +122,12 @@ def _serve(
     host = RankHost(
         kv.layout,
         kv.buffer,
-        rank,
+        ranks.weight_shard,
         lambda number: _send(link, Copied(number)),
         lambda error: _fail(link, error),
     )
     while True:
-        message = _decoder.decode(channel.read(receive_length(link), rank))
+        message = _decoder.decode(channel.read(receive_length(link), ranks.every.shard.rank))
         if isinstance(message, Step):
             runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
         elif isinstance(message, CopyPages):

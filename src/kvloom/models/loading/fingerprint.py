@@ -1,6 +1,7 @@
 """The fingerprint of a model. Two models that could compute different keys and values have different fingerprints.
 
-A fingerprint covers the config, and the name, shape, dtype and 64 values of every tensor.
+A fingerprint covers the config, and the name, shape, dtype and 64 values of every tensor. On a rank it covers the whole
+model, so it is the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
+from kvloom.models.sharding import WholeModel, computed_buffers, sample_weight, whole_of
+
 __all__ = ["model_fingerprint", "vision_fingerprint"]
 
-SAMPLES = 64
 _IRRELEVANT_FIELDS = (
     "_name_or_path",
     "transformers_version",
@@ -31,7 +33,12 @@ _TEXT_PARTS = {"language_model", "lm_head"}
 def model_fingerprint(model: Any) -> str:
     """Return the fingerprint, which has 32 characters. Call this function before weights are fused. Takes some
     milliseconds on a GPU."""
-    return _fingerprint(model.config, [*model.named_parameters(), *model.named_buffers()], _IRRELEVANT_FIELDS)
+    computed, whole = computed_buffers(model), whole_of(model)
+    tensors = [
+        each for each in (*model.named_parameters(), *model.named_buffers()) if each[0] not in computed
+    ]
+    config = model.config if whole is None else whole.config
+    return _fingerprint(config, tensors, _IRRELEVANT_FIELDS, whole)
 
 
 def vision_fingerprint(model: Any) -> str:
@@ -53,16 +60,32 @@ def _plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
             yield from _plain((f"{name}.{part}", getattr(tensor.data, part)) for part in flatten()[0])
 
 
-def _fingerprint(config: Any, tensors: Iterable[tuple[str, torch.Tensor]], ignored: tuple[str, ...]) -> str:
+def _without(fields: dict[str, Any], ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a config and of the configs inside it, except the `ignored` ones."""
+    return {
+        name: _without(value, ignored) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in ignored
+    }
+
+
+def _fingerprint(
+    config: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    ignored: tuple[str, ...],
+    whole: WholeModel | None = None,
+) -> str:
+    """Return the fingerprint of `tensors`. If they are the part of a rank, `whole` has the whole weights."""
     digest = blake2b(digest_size=16, person=b"kvloom.weights")
-    fields = {k: v for k, v in config.to_dict().items() if k not in ignored}
+    fields = _without(config.to_dict(), ignored)
     digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     taken = []
+    known = {} if whole is None else whole.weights
     for name, tensor in sorted(_plain(tensors), key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        if flat.numel():
-            taken.append(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous().view(torch.uint8))
+        shape, sample = known[name] if name in known else (tuple(tensor.shape), sample_weight(tensor))
+        digest.update(f"{name} {shape} {tensor.dtype}".encode())
+        if sample.numel():
+            taken.append(sample.to(tensor.device, tensor.dtype).view(torch.uint8))
     if taken:
         digest.update(torch.cat(taken).cpu().numpy().tobytes())
     return digest.hexdigest()

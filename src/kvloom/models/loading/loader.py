@@ -30,10 +30,12 @@ from kvloom.models.sharding import (
     RankGroups,
     Ranks,
     Shard,
+    WholeModel,
     check_pages,
     find_cuts,
     install_collectives,
     set_ranks,
+    set_whole,
     shard_config,
     split_head,
 )
@@ -454,8 +456,10 @@ def _shard(
         return shard_model(_random(config, dtype, device, seed), ranks)
     cls, own = language_model_class(config)
     whole, part, cuts = _plan_shard(cls, own, ranks.shard)
-    with _cut_weights(cuts):
+    known = WholeModel(whole.config)
+    with _cut_weights(cuts, known):
         loaded = _weights(model, part.config, dtype, device)
+    set_whole(loaded, known)
     install_collectives(loaded, whole, cuts, ranks)
     return loaded
 
@@ -466,9 +470,13 @@ def shard_model(model: Any, ranks: Ranks) -> Any:
     Raises ModelError if the model cannot be divided."""
     whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
     part.to_empty(device=next(model.parameters()).device)
+    part.tie_weights()
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    known = WholeModel(whole.config)
     for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+        known.record(name, tensors[name].data)
         tensor.data = cuts.cut(name, tensors[name].data).clone()
+    set_whole(part, known)
     install_collectives(part, whole, cuts, ranks)
     return part.eval().requires_grad_(False)
 
@@ -521,8 +529,10 @@ def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) ->
     of only a part of the vocabulary. With `whole_output`, which a draft head needs, it computes all logits. Raises
     ModelError if the attention of the model cannot be divided."""
     _check_context(model)
-    if ranks.weights is None and ranks.context is not None and not whole_output:
-        split_head(model, ranks.context)
+    if ranks.weights is None and ranks.context is not None:
+        set_whole(model, WholeModel(model.config))
+        if not whole_output:
+            split_head(model, ranks.context)
 
 
 def _check_context(model: Any) -> None:
@@ -537,8 +547,8 @@ def _check_context(model: Any) -> None:
 
 
 @contextmanager
-def _cut_weights(cuts: Cuts) -> Iterator[None]:
-    """Let transformers cut each weight when it has read it. Weights are read one after the other, so that at most one
+def _cut_weights(cuts: Cuts, whole: WholeModel) -> Iterator[None]:
+    """Let transformers cut each weight when it has read it, and record the weight in `whole`. Weights are read one after the other, so that at most one
     whole weight is in memory. Not safe while another thread loads a model."""
     from transformers import core_model_loading
 
@@ -546,6 +556,7 @@ def _cut_weights(cuts: Cuts) -> Iterator[None]:
     before = os.environ.get(variable)
 
     def set_cut(model: Any, name: str, weight: torch.Tensor, *rest: Any) -> Any:
+        whole.record(name, weight)
         return original(model, name, cuts.cut(name, weight), *rest)
 
     core_model_loading.set_param_for_module = set_cut

@@ -9,15 +9,17 @@ the same groups of ranks.
 | cuts         | the part of each weight that a rank loads                                       |
 | ranks        | `Ranks`: the sums and gathers between ranks, with a time limit; `RankGroups`    |
 | collectives  | puts the sums and gathers into a loaded model                                   |
+| whole_model  | `WholeModel`: config and weights of the whole model, for fingerprints and pages  |
 
 A rank's model is an ordinary Hugging Face model with fewer heads and narrower layers. Page layouts, kernels and
 fusions therefore need no changes.
 """
 
 from .collectives import LayerCut, cut_of, install_collectives, is_summed, ranks_of, set_ranks, split_head
-from .cuts import Cuts, find_cuts
+from .cuts import Cuts, computed_buffers, find_cuts
 from .ranks import RankError, RankGroups, Ranks, Shard
 from .shard_config import check_pages, shard_config
+from .whole_model import WholeModel, sample_weight, set_whole, whole_of
 
 __all__ = [
     "Cuts",
@@ -26,13 +28,18 @@ __all__ = [
     "RankGroups",
     "Ranks",
     "Shard",
+    "WholeModel",
     "check_pages",
+    "computed_buffers",
     "cut_of",
     "find_cuts",
     "install_collectives",
     "is_summed",
     "ranks_of",
+    "sample_weight",
     "set_ranks",
+    "set_whole",
     "shard_config",
     "split_head",
+    "whole_of",
 ]

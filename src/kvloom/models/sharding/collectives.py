@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from .cuts import Cuts, Range, cut_axis
 from .ranks import RankGroups, Ranks
+from .whole_model import whole_of
 
 __all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of", "set_ranks", "split_head"]
 
@@ -154,7 +155,7 @@ def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
 
 def split_head(model: Any, ranks: Ranks) -> None:
     """Let each rank compute the logits of a part of the vocabulary. If the vocabulary cannot be divided, every rank
-    computes all logits."""
+    computes all logits. Call `set_whole` first."""
     head, shard = model.get_output_embeddings(), ranks.shard
     if not _is_linear(head) or head.out_features % shard.count:
         return
@@ -164,6 +165,10 @@ def split_head(model: Any, ranks: Ranks) -> None:
     weight = head.weight.data[part] if is_tied else head.weight.data[part].clone()
     bias = None if head.bias is None else head.bias.data[part].clone()
     if not is_tied:
+        whole = whole_of(model)
+        if whole is not None:
+            name = next(name for name, each in model.named_parameters() if each is head.weight)
+            whole.record(name, head.weight.data)
         head.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from kvloom.models.specs import ModelError
 
 from .ranks import Shard
 
-__all__ = ["Cuts", "Range", "cut_axis", "find_cuts"]
+__all__ = ["Cuts", "Range", "computed_buffers", "cut_axis", "find_cuts"]
 
 Range = tuple[int, int]
 COMPUTED = ("mup_vector", "layernorm.weight")
@@ -72,8 +72,8 @@ def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
             if tensor.shape[axis] != other.shape[axis]:
                 parts = _parts(whole, own, name, tensor, axis)
                 ranges.setdefault(name, {})[axis] = _ranges(name, tensor, other, axis, parts, shard)
-    kept = {name for name, _ in whole.named_parameters()} | set(whole.state_dict())
-    lost = [name for name in ranges if name not in kept and not name.endswith(COMPUTED)]
+    kept = {name for name, _ in whole.named_parameters()} | set(whole.state_dict()) | computed_buffers(whole)
+    lost = [name for name in ranges if name not in kept]
     if lost:
         raise ModelError(f"{lost[0]} depends on the number of heads and is not a weight, so it cannot be cut")
     for name, axes in ranges.items():
@@ -81,6 +81,12 @@ def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
         if bias is not None and bias not in ranges and shard.rank:
             zeroed.add(bias)
     return Cuts(ranges, frozenset(zeroed))
+
+
+def computed_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are not weights, and that mixers compute from the sizes of their parts."""
+    stored = set(model.state_dict())
+    return {name for name, _ in model.named_buffers() if name.endswith(COMPUTED) and name not in stored}
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

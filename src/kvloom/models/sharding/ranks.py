@@ -141,6 +141,11 @@ class RankGroups:
         shards = Shard(column, weight_parts), Shard(line, context_parts)
         return cls(every, *(Ranks(shard, file, device) for shard, file in zip(shards, files, strict=True)))
 
+    @property
+    def weight_shard(self) -> Shard:
+        """The part of the weights that this rank has."""
+        return Shard(0, 1) if self.weights is None else self.weights.shard
+
     def limit(self, seconds: float) -> None:
         """Set the time limit of later calls in all groups."""
         for group in self._groups():

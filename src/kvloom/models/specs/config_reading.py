@@ -292,17 +292,17 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def _state(
-    config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
+    config: Config, dtype: str, channels: tuple[int, ...], kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    Both fields are sharded along axis 0. The channels of the convolution consist of several parts, such as queries,
-    keys and values. Sharding must split each part separately. The recurrent state has the dtype in the config, by
-    default float32.
+    Both fields are sharded along axis 0. The channels of the convolution may consist of several parts, such as queries,
+    keys and values. Sharding splits each part separately. The recurrent state has the dtype in the config, by default
+    float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
-        Field("conv", (channels, kernel), dtype, shard_axis=0),
+        Field("conv", (sum(channels), kernel), dtype, 0, channels if len(channels) > 1 else ()),
         Field("recurrent", shape, dtype_name(recurrent), shard_axis=0),
     )
 
@@ -313,7 +313,7 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
-    return _state(config, dtype, inner, kernel, (inner, state))
+    return _state(config, dtype, (inner,), kernel, (inner, state))
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
@@ -328,7 +328,8 @@ def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> F
         else:
             width = config.size(head_dim)
         groups_ = config.size(f"mamba_{groups}", groups)
-        channels = (inner or n * width) + 2 * groups_ * config.size(state)
+        both = groups_ * config.size(state)
+        channels = (inner or n * width, both, both)
         return _state(config, dtype, channels, config.size(kernel), (n, width, config.size(state)))
 
     return fields
@@ -341,7 +342,7 @@ def delta(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the fields of the gated delta rule. Its state is a key-by-value matrix per value head."""
     keys, values = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
-    channels = 2 * key_heads * keys + value_heads * values
+    channels = (key_heads * keys, key_heads * keys, value_heads * values)
     kernel = config.size("linear_conv_kernel_dim")
     return _state(config, dtype, channels, kernel, (value_heads, keys, values))
 
@@ -354,7 +355,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
     heads = own.optional("num_heads") or config.size("linear_num_heads")
     width = own.optional("head_dim") or config.size("linear_head_dim")
     kernel = own.optional("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")
-    return _state(config, dtype, 3 * heads * width, kernel, (heads, width, width))
+    return _state(config, dtype, (heads * width,) * 3, kernel, (heads, width, width))
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
@@ -511,7 +512,7 @@ def zamba(config: Config, dtype: str) -> tuple[Field, ...]:
     return _state(
         config,
         dtype,
-        inner,
+        (inner,),
         config.size("mamba_d_conv"),
         (heads, inner // heads, config.size("mamba_d_state")),
     )

@@ -1,0 +1,43 @@
+"""What a rank knows of the whole model: its config, and some values of each whole weight. A fingerprint of these values does
+not depend on the number of ranks, so engines with different numbers of ranks find the same pages in tiers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["WholeModel", "sample_weight", "set_whole", "whole_of"]
+
+SAMPLES = 64
+
+
+def sample_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return up to 64 values of a weight, at equal distances."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous()
+
+
+class WholeModel:
+    """The whole model, of which a rank has a part. `config` is the config of the whole model."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.weights: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
+        """Shapes and samples of whole weights, by name."""
+
+    def record(self, name: str, weight: torch.Tensor) -> None:
+        """Record a whole weight, before it is cut."""
+        self.weights[name] = tuple(weight.shape), sample_weight(weight)
+
+
+def whole_of(model: Any) -> WholeModel | None:
+    """Return the whole model, of which `model` is the part of a rank. None for a model that is not divided."""
+    found: WholeModel | None = vars(model).get("whole")
+    return found
+
+
+def set_whole(model: Any, whole: WholeModel) -> None:
+    """Set the whole model, of which `model` is a part."""
+    vars(model)["whole"] = whole
