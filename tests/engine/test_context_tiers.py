@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvloom.core import CacheControl, ContextPart, PoolLayout, TensorPart
 from kvloom.engine import LLM, Engine, SamplingParams
+from kvloom.engine.offload import HostPages
 from kvloom.engine.parallel.host_copies import RankHost
 from kvloom.engine.parallel.messages import CopyHost
 from kvloom.kernels.memory import layer_views
@@ -235,9 +237,11 @@ def test_the_parts_of_all_ranks_are_the_page_of_one_rank(family: str, kv_dtype: 
                     tokens = x.shape[1]
                     first = rank * tokens if tokens < 16 else 0
                     x[0] = views[name].fields[field][0, first : first + tokens]
-            for each in TensorPart().ranges(own.groups[group.index], group, own.part):
-                if each.is_first:
-                    found[each.whole : each.whole + each.size] = part[each.own : each.own + each.size]
+            mine, zero = own.groups[group.index], np.zeros(1, np.int64)
+            HostPages(own, part, found.numpy()).offload(mine, zero, zero)
+            loaded = torch.zeros_like(part)
+            HostPages(own, loaded, page.numpy()).load(mine, zero, zero)
+            assert torch.equal(loaded[: mine.page_bytes], part[: mine.page_bytes])
         assert torch.equal(found[: group.page_bytes], page[: group.page_bytes])
 
 

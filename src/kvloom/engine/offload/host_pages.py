@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,8 @@ __all__ = [
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
 _POLL_SECONDS = 0.0005
-_SHORT_BYTES = 256
-"""Shorter ranges are copied together, because a call for each of them would take longer than the copy."""
+_MIN_RUN = 4
+"""A run of fewer ranges is copied range by range."""
 _MIN_CHECKED_BYTES = 32 * 1024
 """If a page has fewer bytes than this per layer, all its layers share one checksum, because a checksum per layer
 would cost too much."""
@@ -283,6 +283,18 @@ class RankEvent:
 Event = torch.cuda.Event | FinishedEvent | RankEvent
 
 
+class RangeRun(NamedTuple):
+    """Ranges of equal size and distance, as in `PageRange`: their size and number, the first range in the page of a rank
+    and the distance to the next, and the same in the whole page."""
+
+    size: int
+    count: int
+    own: int
+    own_step: int
+    whole: int
+    whole_step: int
+
+
 class HostPages:
     """Runs copies between one pool and the arena of one host tier. `part` is the part of every page that the pool has.
     `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but 0."""
@@ -307,6 +319,7 @@ class HostPages:
         self._rows: dict[int, torch.Tensor] = {}
         part = part or TensorPart(0, 1 if ranks is None else ranks.count // layout.part.count)
         self._ranges: list[list[PageRange]] | None = None
+        self._runs: dict[tuple[int, bool], list[RangeRun]] = {}
         self._range_copier: RangeCopier | None = None
         if part.count > 1 or layout.part != WHOLE:
             pairs = zip(layout.groups, layout.whole().groups, strict=True)
@@ -389,14 +402,14 @@ class HostPages:
     ) -> torch.cuda.Event | FinishedEvent:
         stride = group.page_stride
         starts = np.asarray(pages, np.int64) * stride
-        ranges = [each for each in self._ranges_of(group) if each.is_first]
         if self._pool is not None:
-            for size, own, whole in _by_size(ranges):
-                to, at = (np.add.outer(*each).ravel() for each in ((offsets, whole), (starts, own)))
-                _copy_ranges(self._arena, to, self._pool, at, size)
+            for run in self._runs_of(group, only_first=True):
+                to, at = offsets + run.whole, starts + run.own
+                _copy_run(self._arena, to, run.whole_step, self._pool, at, run.own_step, run)
             return FinishedEvent()
         after = self._marks[:age][-1] if age and self._marks else None
         if self._range_copier is not None:
+            ranges = [each for each in self._ranges_of(group) if each.is_first]
             return self._range_copier.gather(ranges, starts, offsets, after)
         return self._copiers[stride].gather(
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
@@ -408,9 +421,9 @@ class HostPages:
         stride = group.page_stride
         starts = np.asarray(pages, np.int64) * stride
         if self._pool is not None:
-            for size, own, whole in _by_size(self._ranges_of(group)):
-                to, at = (np.add.outer(*each).ravel() for each in ((starts, own), (offsets, whole)))
-                _copy_ranges(self._pool, to, self._arena, at, size)
+            for run in self._runs_of(group, only_first=False):
+                to, at = starts + run.own, offsets + run.whole
+                _copy_run(self._pool, to, run.own_step, self._arena, at, run.whole_step, run)
             return FinishedEvent()
         assert self._load_stream is not None
         start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -431,28 +444,51 @@ class HostPages:
             return [PageRange(0, 0, group.page_stride, True)]
         return self._ranges[group.index]
 
+    def _runs_of(self, group: PageGroup, only_first: bool) -> list[RangeRun]:
+        """Return the ranges of a page that this rank copies, as runs. With `only_first`, omit ranges that a lower rank
+        has, too."""
+        key = group.index, only_first
+        if key not in self._runs:
+            ranges = self._ranges_of(group)
+            self._runs[key] = _find_runs([each for each in ranges if each.is_first or not only_first])
+        return self._runs[key]
 
-def _by_size(ranges: list[PageRange]) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the ranges of each size: the size, their offsets in a rank's page, and their offsets in the whole page."""
-    for size in dict.fromkeys(each.size for each in ranges):
-        alike = [each for each in ranges if each.size == size]
-        yield size, np.array([each.own for each in alike]), np.array([each.whole for each in alike])
+
+def _find_runs(ranges: list[PageRange]) -> list[RangeRun]:
+    """Return ranges as runs. Joins ranges of equal size whose distances are equal."""
+    found: list[RangeRun] = []
+    for each in ranges:
+        last = found[-1] if found else None
+        if last is not None and last.size == each.size:
+            own, whole = (each.own - last.own) // last.count, (each.whole - last.whole) // last.count
+            is_next = (
+                each.own == last.own + own * last.count and each.whole == last.whole + whole * last.count
+            )
+            if is_next and (last.count == 1 or (own, whole) == (last.own_step, last.whole_step)):
+                found[-1] = last._replace(count=last.count + 1, own_step=own, whole_step=whole)
+                continue
+        found.append(RangeRun(each.size, 1, each.own, 0, each.whole, 0))
+    return found
 
 
-def _copy_ranges(
+def _copy_run(
     target: npt.NDArray[np.uint8],
     to: npt.NDArray[np.int64],
+    to_step: int,
     source: npt.NDArray[np.uint8],
     at: npt.NDArray[np.int64],
-    size: int,
+    at_step: int,
+    run: RangeRun,
 ) -> None:
-    """Copy `size` bytes from each offset in `at` to the matching offset in `to`. Short ranges, such as the tokens of a
-    value of 8 bits, are copied by one numpy call."""
-    if size >= _SHORT_BYTES:
-        return copy_pages(target, to, source, at, size)
-    width = next(w for w in (8, 4, 2, 1) if not (size % w or (to % w).any() or (at % w).any()))
-    kind = np.dtype(f"u{width}")
-    steps = np.arange(size // width)
-    mine, theirs = (x[: x.size // width * width].view(kind) for x in (target, source))
-    mine[np.add.outer(to // width, steps)] = theirs[np.add.outer(at // width, steps)]
-    return None
+    """Copy a run of ranges of some pages. `to` and `at` are the offsets of the first range of each page. `to_step` and
+    `at_step` are the distances of the ranges."""
+    if run.count < _MIN_RUN:
+        for number in range(run.count):
+            copy_pages(target, to + number * to_step, source, at + number * at_step, run.size)
+        return
+    numbers = np.concatenate((to, at, (to_step, at_step, run.size)))
+    width = next(width for width in (8, 4, 2, 1) if not (numbers % width).any())
+    shape, kind = (run.count, run.size // width), np.dtype(f"u{width}")
+    for first, second in zip(to.tolist(), at.tolist(), strict=True):
+        lines = np.ndarray(shape, kind, target.data, first, (to_step, width))
+        lines[:] = np.ndarray(shape, kind, source.data, second, (at_step, width))
