@@ -20,7 +20,7 @@ import torch
 from kvloom.kernels.device import upload
 from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 
-from .piecewise_graphs import uncollected
+from .piecewise_graphs import capturable
 
 __all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
@@ -100,7 +100,7 @@ class DraftGraphs:
                 self._forward(stage.drafted(size, self.longest, self._chosen), None)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(graph, pool=pool):
+            with capturable(device), torch.cuda.graph(graph, pool=pool):
                 logits = self._forward(stage.drafted(size, self.longest, self._chosen), None)
             self._graphs[size] = _Captured(graph, logits)
         return self._graphs[size]

@@ -50,7 +50,7 @@ from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
-from .piecewise_graphs import PiecewiseGraphs, uncollected
+from .piecewise_graphs import PiecewiseGraphs, capturable
 
 __all__ = ["Mirror", "ModelRunner", "graph_sizes"]
 
@@ -484,7 +484,7 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             try:
-                with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
+                with capturable(self.device), torch.cuda.graph(graph, pool=self._memory()):
                     logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
             except torch.OutOfMemoryError:
                 raise

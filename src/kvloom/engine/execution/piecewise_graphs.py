@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvloom.kernels.device import upload
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 
-__all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
+__all__ = ["PiecewiseGraphs", "capturable", "piece_sizes"]
 
 MARGIN = 1.5
 """Steps with few tokens take longer on the host than on the device. At a certain number of tokens, both times are
@@ -32,17 +33,33 @@ equal. Graphs are used for steps of up to MARGIN times this number.
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Return a context manager that turns garbage collection off. During a capture, the collector could destroy an
-    old graph, and the capture would fail.
+def capturable(device: torch.device) -> Iterator[None]:
+    """Return a context manager for the capture of a graph on `device`. It turns garbage collection off: the collector
+    could destroy an old graph, and the capture would fail. Scalar tensors that modeling code creates are created on the
+    device, because a capture cannot copy them from the host (Gemma 3n).
     """
     before = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _ScalarsOn(device):
+            yield
     finally:
         if before:
             gc.enable()
+
+
+class _ScalarsOn(TorchFunctionMode):
+    """Makes `torch.tensor(number)` create its tensor on a device, without a copy from the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float):
+            return torch.full((), args[0], dtype=kwargs.get("dtype"), device=self._device)
+        return function(*args, **kwargs)
 
 
 def piece_sizes(tokens: int) -> list[int]:
@@ -152,7 +169,7 @@ class PiecewiseGraphs:
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
             recording = _Recording(size, self._results, pool)
-            with uncollected():
+            with capturable(device):
                 recording.open()
                 try:
                     batch = stage.packed(size, self._chosen)

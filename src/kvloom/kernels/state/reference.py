@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kvloom.kernels.dtypes import accumulator_dtype
 
-from .rows import StateRows
+from .rows import DeltaGates, StateRows
 
 __all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
 
@@ -220,6 +220,14 @@ def delta_rule(
         batch.put(out, y.transpose(1, 2))
     _finish(rows, states, last)
     return out
+
+
+def delta_gates(g: torch.Tensor, beta: torch.Tensor, gates: DeltaGates) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log decay and beta of each token and value head, [tokens, value heads], from the inputs of the
+    gates."""
+    dtype = accumulator_dtype(g)
+    rates = -gates.a_log.to(dtype).exp()
+    return rates * functional.softplus(g.flatten(1).to(dtype) + gates.dt_bias), beta.flatten(1).sigmoid()
 
 
 def time_steps(

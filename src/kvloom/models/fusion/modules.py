@@ -3,7 +3,7 @@ the model was prepared for pages.
 
 | found in a model                   | replaced by                                               |
 |------------------------------------|-----------------------------------------------------------|
-| RMS norms                          | one launch                                                |
+| RMS norms, with or without a gate  | one launch                                                |
 | gate_proj, up_proj of a gated MLP  | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj             | one matrix product                                        |
 | `apply_rotary_pos_emb`             | one launch                                                |
@@ -13,6 +13,7 @@ the model was prepared for pages.
 | attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
 |                                    | single tokens are rotated by the launch that writes them, |
 |                                    | prompts by the launch that norms q and k                  |
+| delta rules (`delta_mixer`)        | one product for all inputs, four launches after it        |
 | mixtures of experts (`moe`)        | two grouped matrix products, one launch for the routing   |
 
 Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
@@ -33,17 +34,20 @@ from torch import nn
 
 from kvloom.kernels.fused import (
     Activation,
+    GateOrder,
     NormForm,
     RMSNorm,
     act_and_mul,
     add_norm,
     apply_rotary,
+    gated_rms_norm,
     linear,
     rms_norm,
 )
 from kvloom.models.paged import is_dense
 
 from . import cpu_decoder_layer
+from .delta_mixer import fuse_delta_mixer
 from .fused_attention import FusedAttention, fuse_attention
 from .latent_attention import fuse_latent_attention
 from .moe import FusedBlock, fuse_block, fuse_experts, fuse_router
@@ -143,6 +147,53 @@ def _fuse_norm(module: Any) -> bool:
                 module.forward = _FusedNorm(module, eps, form)
                 return True
     except TypeError:  # a gated norm takes more arguments
+        return False
+    finally:
+        weight.data.copy_(own)
+    return False
+
+
+class _FusedGatedNorm:
+    """The fused forward of a gated norm. The last dimension of x has `groups` parts, which are normalised
+    separately. If there is no gate, the module's own forward runs."""
+
+    def __init__(self, module: Any, eps: float, order: GateOrder, groups: int) -> None:
+        self._module, self._own, self._groups = module, module.forward, groups
+        self.eps, self.order = eps, order
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        weight, groups = self._module.weight, self._groups
+        if gate is None or x.shape != gate.shape or x.shape[-1:] != weight.shape:
+            return self._own(x, gate)  # type: ignore[no-any-return]
+        if groups == 1:
+            return gated_rms_norm(x, gate, weight, self.eps, self.order)
+        x_parts, gate_parts = (part.view(*part.shape[:-1], groups, -1) for part in (x, gate))
+        return gated_rms_norm(x_parts, gate_parts, weight.view(groups, -1), self.eps, self.order).view(
+            x.shape
+        )
+
+
+def _fuse_gated_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNormGated") or weight is None or weight.dim() != 1:
+        return False
+    size = getattr(module, "group_size", None) or len(weight)
+    groups = getattr(module, "n_groups", None) or len(weight) // size
+    if not isinstance(eps, float) or len(weight) % groups:
+        return False
+    x, gate = _random_input(2, 3, len(weight), like=weight)
+    own = weight.detach().clone()
+    weight.data.copy_(_random_input(len(weight), like=weight))
+    order: GateOrder
+    try:
+        wanted = module(x, gate)
+        for order in ("first", "last"):
+            fused = _FusedGatedNorm(module, eps, order, groups)
+            if wanted.dtype == x.dtype and _same(wanted, fused(x, gate)):
+                module.forward = fused
+                return True
+    except (RuntimeError, TypeError):  # the module has other arguments, so it is not changed
         return False
     finally:
         weight.data.copy_(own)
@@ -405,10 +456,12 @@ def _fuse_latent_attention(module: Any) -> bool:
 
 FUSIONS: dict[str, Callable[[Any], bool]] = {
     "norms": _fuse_norm,
+    "gated norms": _fuse_gated_norm,
     "gated MLPs": _fuse_mlp,
     "projections": _fuse_projections,
     "attentions": fuse_attention,
     "latent attentions": _fuse_latent_attention,
+    "delta rules": fuse_delta_mixer,
     "experts": fuse_experts,
     "routers": fuse_router,
     "mixtures of experts": fuse_block,

@@ -180,7 +180,8 @@ class _FusedRouter:
 
 class FusedBlock:
     """The fused forward of a mixture of experts: router, experts, and shared experts if there are any. If `into` is
-    given, the result is added to that tensor.
+    given, the result is added to that tensor. Shared experts may have a gate (Qwen): a linear layer with one output,
+    whose sigmoid multiplies their result.
 
     In a CUDA graph, shared experts run at the same time as the other experts, on a stream of their own.
     """
@@ -190,20 +191,24 @@ class FusedBlock:
 
     def __init__(self, module: Any, shared: Any) -> None:
         self._module, self._shared = module, shared
+        self._shared_gate = getattr(module, "shared_expert_gate", None)
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         target = None if into is None else into.view(-1, into.shape[-1])
-        side = None
+        side, gated = None, None
         if self._shared is not None:
             side = _side_stream(flat) if target is not None else None
             with nullcontext() if side is None else torch.cuda.stream(side):
-                target = self._shared.forward(flat, into=target)
+                if self._shared_gate is None:
+                    target = self._shared.forward(flat, into=target)
+                else:
+                    gated = self._shared.forward(flat), self._shared_gate(flat)
         _, weights, index = self._module.gate(flat)
         outputs = self._module.experts.forward.outputs(flat, index)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
-        return sum_outputs(outputs, weights, x.dtype, target).view(x.shape)
+        return sum_outputs(outputs, weights, x.dtype, target, gated).view(x.shape)
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
