@@ -145,7 +145,7 @@ def _trial(
     if vision is not None:
         for sample in vision.samples():
             vision.embed(sample)
-    runner.try_replay()  # its plans stay allocated
+    runner.try_replay()  # allocates the plans of a replay, which stay allocated
     slot = 0 if lora is None else 1
     works = [
         Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64), adapter=slot) for count in counts
@@ -163,9 +163,9 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens per step for offline batches on a large GPU. It is larger than the
-    number for serving: the batch finishes slightly earlier, although each token arrives later. Return None for
-    other devices, which use the number for serving.
+    """Return the number of prompt tokens per step for offline batches on a large GPU. A larger step makes the whole
+    batch finish slightly earlier, but delays each token, so servers use smaller steps. Return None for other devices:
+    they use the number for servers.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None
