@@ -3,9 +3,10 @@
     load(name, path) ──▶ weights in host memory ──▶ make_resident: a slot on the device, when a request starts
     unload(name)     ──▶ no new requests; requests that were added before keep the adapter until they finish
 
-An adapter is identified by the digest of its config and weights. The digest salts block hashes in every tier. Another
-version under the same name therefore never hits pages of the old version, and the same version hits its pages again.
-If all slots are taken, the adapter that was used longest ago loses its slot.
+An adapter is identified by the digest of its config and weights. The digest salts block hashes in every tier. Requests
+with a new version of an adapter therefore never hit pages of the old version, even under the same name. If the old
+version is loaded again, its requests hit its pages again. If all slots are taken, the adapter that was used longest ago
+loses its slot.
 """
 
 from __future__ import annotations
