@@ -82,7 +82,7 @@ class Visit(ReuseHistory):
             0,
         )  # sum of the feature factors, and the number of the model fit with which it was computed
         self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
-        self.lru_share = 0.0  # share of the evicted tokens of `before` that LRU would still have
+        self.lru_share = 0.0  # share of the evicted tokens of visit `before` that LRU would still have
 
 
 class Adaptive:
@@ -130,7 +130,7 @@ class Adaptive:
         return {**self.model.save(now), **learned}
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
-        """Continue with what another policy object learned. See `SavablePolicy`."""
+        """Replace what was learned by the result of `save`. See `SavablePolicy`."""
         tenants, endings, without = (saved.get(name) for name in ("tenants", "endings", "without"))
         if not isinstance(tenants, dict) or sorted(tenants.values()) != list(range(len(tenants))):
             raise ValueError("tenants are damaged")
@@ -224,9 +224,8 @@ class Adaptive:
         if isinstance(ghost, Visit):
             lru_share = self.shadow.share(ghost.start)
             before = ghost
-            self._record_reuse(
-                ghost, resumed, 1 << 62, now
-            )  # the number of further tokens that the request needed is unknown
+            # All later samples, because the end of the request's use is unknown.
+            self._record_reuse(ghost, resumed, 1 << 62, now)
         elif isinstance(entry.history, Visit) and entry.value < SWITCHES:
             before = entry.history if resumed >= self.COVER * entry.history.length else None
         if before is not None and before.open:
@@ -269,7 +268,8 @@ class Adaptive:
         that it would have hit under LRU. `before` is the visit to which the request returned, or None."""
         shadow, lost = self.shadow, 0.0
         if visit.lru_share and before is not None:
-            # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.
+            # The request would have used the evicted tokens before the tail. If all evicted tokens are in the tail, it
+            # would have used the tail.
             is_tail = visit.resumed >= before.length - self._tail
             end = before.length if is_tail else before.length - self._tail
             evicted = max(0, min(end, visit.length) - visit.resumed)

@@ -148,8 +148,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as no longer in use. Of these, count `freed` bytes as free. The other bytes stay
-        cached."""
+        """Count `idle` bytes as no longer in use. `freed` of these bytes become free, and the others stay cached."""
         self.in_use -= idle
         self.used -= freed
 
@@ -277,9 +276,8 @@ class Accounts:
         account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
         `Policy.priority`.
 
-        In this comparison, a rank above 0 counts as 0. A TTL or a priority of a request, which gives an entry a
-        higher rank, therefore does not protect the entry from other tenants. It changes the order only inside one
-        account.
+        In this comparison, a rank above 0 counts as 0. A priority or TTL that a request sets therefore protects an
+        entry only from entries of the same account, not from other tenants.
         """
         best = None
         for account in accounts:

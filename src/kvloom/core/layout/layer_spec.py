@@ -214,8 +214,8 @@ class Visibility:
 
     @property
     def is_relative(self) -> bool:
-        """Whether the tokens that a query sees depend only on their distance from the query. Padding before a prompt
-        then does not change what a query sees."""
+        """Whether the tokens that a query sees depend only on their distance from the query. If so, padding before a
+        prompt does not change which tokens a query sees."""
         return KINDS[self.kind].is_relative
 
     @property

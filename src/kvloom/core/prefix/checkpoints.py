@@ -113,7 +113,7 @@ class Checkpoints:
         block = self.block
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             first = visibility.first_visible(position if query is None else query) // block
-            stop = (position - 1) // block + 1  # blocks from `stop` on are already tested
+            stop = (position - 1) // block + 1  # blocks from `stop` on were tested in deeper nodes
             current: Node | None = node
             while first < stop and current is not None and current.parent is not None:
                 base = current.start // block
@@ -134,8 +134,8 @@ class Checkpoints:
         if existing is not None:
             existing.last_used = now
             return None
-        # The checkpoint should also allow resuming one token earlier: an identical prompt computes its last
-        # token again. The query there sees all that the query at `position` sees.
+        # Protect the window of the query one token earlier, if possible. An identical prompt resumes there, because it
+        # computes its last token again. This window includes the window of the query at `position`.
         reach = position - 1
         if not self.complete(node, position, reach):
             reach = position
