@@ -68,7 +68,8 @@ class SegmentStore:
         self._sync_error: OSError | None = (
             None  # the error of a sync during copy-forward; the next `sync` raises it
         )
-        self._evicted_for_space = False  # a full disk evicted a segment, and no segment was created since
+        # A segment was evicted because the disk was full, and no segment was created since.
+        self._evicted_for_space = False
         self._clock = 0
         self._next_number = 0
         try:
@@ -445,7 +446,8 @@ class SegmentStore:
                     before.segment.keys.discard(key)
                     now.is_verified = before.is_verified
                     self.index[key] = (
-                        now  # the count of reads restarts at 0, so a page is copied again only if it is read again
+                        # The new record has no reads, so the page is copied again only if it is read again.
+                        now
                     )
                     now.segment.keys.add(key)
                 elif found is None:

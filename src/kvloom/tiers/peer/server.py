@@ -160,7 +160,8 @@ class PeerServer:
         self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._memory, self._nixl = memory, nixl  # keeps them alive while clients may use them
+        # These references keep both objects alive while clients may use them.
+        self._memory, self._nixl = memory, nixl
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
         self._unix_listeners: list[UnixListener] = []
