@@ -65,7 +65,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
         if beside and rows <= 128 and shape.dtype.itemsize == 2:
-            # One tile reads all tokens, so the number of bytes in flight decides the speed.
+            # Each token is read by one tile only, so the speed depends on the number of bytes in flight.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:

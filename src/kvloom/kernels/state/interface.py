@@ -245,8 +245,8 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` and its own shape, as an argument of `check_tokens`. With a tensor's own shape, `check_tokens`
-    checks only device and dtype. `check_states` has already checked the shape."""
+    """Return an argument of `check_tokens` that checks only the device and the dtype of `states`: the tensor with its
+    own shape. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 
