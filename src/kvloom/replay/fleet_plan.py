@@ -33,8 +33,8 @@ class Window:
     """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
 
     An excess is the 99th percentile of a time divided by its objective, for the worse of TTFT and time between tokens.
-    The objectives are met if it is at most 1. `excess` is that of a fleet with `prefill` prefill workers, and
-    `planned_excess` is that of a fleet with the plan's number of prefill workers.
+    The objectives are met if the excess is at most 1. `excess` belongs to a fleet with `prefill` prefill workers, and
+    `planned_excess` to a fleet with the plan's number of prefill workers.
     """
 
     start: float

@@ -103,7 +103,7 @@ class EvictionQueue(Generic[E]):
 
     def next_victim(self, now: float) -> E | None:
         """Return the entry to evict next, or None if the queue is empty. The entry stays queued. Does not consider
-        unneeded window pages."""
+        window pages that no checkpoint needs."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap

@@ -243,8 +243,8 @@ class Accounts:
         3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
         4. all accounts whose share is not firm, if the requester has at most one open sequence.
 
-        If a step has several candidates, an account with unneeded window pages is returned first. Otherwise
-        `_first` compares the next entries of the accounts.
+        If a step has several candidates, an account with window pages that no checkpoint needs is returned first.
+        Otherwise `_first` compares the next entries of the accounts.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -272,8 +272,8 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the first account with unneeded window pages. If there is none, compare the next entry of each
-        account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
+        """Return the first account with window pages that no checkpoint needs. If there is none, compare the next entry
+        of each account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
         `Policy.priority`.
 
         In this comparison, a rank above 0 counts as 0. A priority or TTL that a request sets therefore protects an

@@ -171,7 +171,8 @@ class Checkpoints:
         )
 
     def drop_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Drop a checkpoint and its snapshot. Window pages that only this checkpoint needed become unneeded."""
+        """Drop a checkpoint and its snapshot. Window pages that only this checkpoint needed become unneeded, and are
+        evicted first."""
         if self.events.listening:
             self.publisher.checkpoint_dropped(checkpoint, reason)
         if self.offload_source is not None:
@@ -218,9 +219,9 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
-        group in `self.windows`. `reason` is published with the event. If the node still has unneeded pages afterwards,
-        queue it again."""
+        """Evict window pages of a node that no checkpoint needs and that are not in use, in at most `most` of its
+        blocks. `window` is the index of the windowed layer group in `self.windows`. `reason` is published with the
+        event. If the node still has unneeded pages afterwards, queue it again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

@@ -107,7 +107,7 @@ class ColdPages:
         return int(MAX_HOST_SHARE * self._host.limit_of(tenant))
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the bytes of all pages that can become cold in a sequence of `tokens` tokens."""
+        """Return the bytes of all pages that can become cold (move to host memory) in a sequence of `tokens` tokens."""
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:

@@ -145,8 +145,8 @@ def _page_fields(group: PageGroup, ranks: int) -> PageFields:
 
 
 def _parts(group: PageGroup, ranks: int) -> int:
-    """Return the number of parts of a page in the arena. It is 1 if the page is equal on all ranks, or if only rank 0
-    uses it, as for a draft model."""
+    """Return the number of parts of a page in host memory: one for each rank. The number is 1 if the page is equal on
+    all ranks, or if only rank 0 uses the page, as for a draft model."""
     is_divided = any(field.shard_axis is not None for field in group.spec.fields)
     return ranks if is_divided and group.spec.lifetime != "draft" else 1
 
@@ -246,17 +246,17 @@ class RankCopies(Protocol):
         ...
 
     def share(self, memory: SharedMemory) -> None:
-        """Let all ranks map the arena, and wait until they have done so."""
+        """Let all ranks map the arena (the memory of the host tier), and wait until they have done so."""
         ...
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy pages to offsets in the arena, after the steps that were sent before. Does not wait.
+        """Let all ranks copy pages to offsets in host memory, after the steps that were sent before. Does not wait.
         Return the number of the copy."""
         ...
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
-        """Let all ranks copy from offsets in the arena to pages. With `is_whole`, a page is one part, which every rank
-        copies. Does not wait. Return the number of the copy."""
+        """Let all ranks copy from offsets in host memory to pages. With `is_whole`, a page is one part, which every
+        rank copies. Does not wait. Return the number of the copy."""
         ...
 
     def is_done(self, number: int) -> bool:
@@ -330,7 +330,7 @@ class HostPages:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks whose parts a page in the arena contains. Correct only on rank 0."""
+        """Number of ranks whose parts a page in host memory contains. Correct only on rank 0."""
         return 1 if self._ranks is None else self._ranks.count
 
     @property
@@ -355,7 +355,7 @@ class HostPages:
     def mark(self, moved: bool = False) -> None:
         """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before the
         mark only. The last two marks are stored. `moved` means that copies inside the pool have written pages since the
-        previous mark. It drops the earlier marks.
+        previous mark. The earlier marks are then dropped.
         """
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -363,11 +363,11 @@ class HostPages:
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
+        """Copy pages of the pool to offsets in host memory, and return the event of the copy. Does not block on a GPU.
 
-        On a GPU, `age` selects the work on the current stream for which the copy waits: all work (0), work
-        before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
-        this mark did not write the pages.
+        On a GPU, `age` selects the work on the current stream for which the copy waits. 0 means all work, 1 the work
+        before the last mark (see `mark`), and 2 the work before the second last mark. The caller must ensure that work
+        after this mark did not write the pages.
         """
         own = offsets + self._rank * stride
         if self._ranks is None:
@@ -379,7 +379,8 @@ class HostPages:
     def load(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
     ) -> LoadEvent | FinishedEvent | RankEvent:
-        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
+        """Copy from offsets in host memory to pages of the pool, after the work on the current stream. Does not block
+        on a GPU."""
         own = offsets + self._rank * stride
         if self._ranks is None:
             return self._copy_in(stride, pages, own)

@@ -174,8 +174,9 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return for which work the copy of a batch must wait: 1 for the work before the last mark, 2 for the work
-        before the second last mark, 0 for all work (see `HostPages.offload`). Pages that stay cached get 0.
+        """Return the argument `age` of `HostPages.offload` for a batch. It selects the work for which the copy waits: 1
+        for the work before the last mark, 2 for the work before the second last mark, 0 for all work. Pages that stay
+        cached get 0.
 
         Evicted pages need not wait for all work. A page enters the radix tree only after the launch of the step or copy
         that writes it. Every mark after that follows the write. A mark is also set after copies inside the pool. Later

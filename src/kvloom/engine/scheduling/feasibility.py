@@ -70,8 +70,8 @@ class Feasibility:
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
 
     def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
-        """Return whether a request of `length` tokens can run with cold pages if it may use `limit` bytes of the
-        pool."""
+        """Return whether a request of `length` tokens can run with cold pages (pages in host memory), if it may use
+        `limit` bytes of the pool."""
         return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
 
     def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:

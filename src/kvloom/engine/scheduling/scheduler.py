@@ -167,8 +167,8 @@ class Scheduler:
         self._queue.push(request)
 
     def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
-        """Return whether a request of `length` tokens can run with cold pages if it may use `pool_bytes` bytes of
-        the pool."""
+        """Return whether a request of `length` tokens can run with cold pages (pages in host memory), if it may use
+        `pool_bytes` bytes of the pool."""
         return self._feasibility.runs_cold(length, tenant, pool_bytes)
 
     def cancel(self, request: Request) -> None:
@@ -820,9 +820,10 @@ class Scheduler:
         """Reserve pages for as many tokens of a request as the budget allows, and add them to the work `picked`. Return
         the number of tokens.
 
-        If pages are missing, old blocks of long requests become cold. If that is not enough, requests of lower rank are
-        preempted (unless `preempt` is False). As a last resort the request itself is preempted, and 0 is returned.
-        While the end of the prompt is loading, the request computes at most up to position `until`.
+        If pages are missing, old blocks of long requests become cold (move to host memory). If that is not enough,
+        requests of lower rank are preempted (unless `preempt` is False). As a last resort the request itself is
+        preempted, and 0 is returned. While the end of the prompt is loading, the request computes at most up to
+        position `until`.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -866,7 +867,7 @@ class Scheduler:
         return count
 
     def _holds_next_token(self, request: Request) -> bool:
-        """Return whether the pool is large enough for a request up to its next token."""
+        """Return whether the pool is large enough for all tokens of a request, including its next token."""
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:

@@ -49,8 +49,8 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """All segments and the index of a disk tier. `lock` guards the index, and the readers and keys of each segment. The
-    constructor reads the headers of all pages."""
+    """All segments (files with pages) and the index of a disk tier. `lock` guards the index, and the readers and keys
+    of each segment. The constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
@@ -300,15 +300,15 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Sets the size of an owner's new segments to `need` bytes, if they would be smaller. Raises OSError if
-        three segments of `need` bytes do not fit into the owner's share."""
+        """Makes the new segment files of an owner at least `need` bytes large. Raises OSError if three segments of
+        `need` bytes do not fit into the owner's share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """Starts a new current segment, and frees space for the segment after it."""
+        """Starts a new current segment file, and frees space for the segment file after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
