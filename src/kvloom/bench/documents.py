@@ -115,8 +115,10 @@ def blended_logits(
 def chosen(
     ids: torch.Tensor, alone: list[Alone], whole_prompt: _Recorder, share: float, rule: str
 ) -> torch.Tensor:
-    """Return which tokens of a prompt are computed, as booleans. `whole_prompt` has the K and V of the prompt if all its
-    tokens are computed."""
+    """Return a mask of the tokens of a prompt that are computed. The other tokens are reused. `share` is the share of a
+    document's tokens that is computed, and `rule` selects these tokens. `whole_prompt` has the K and V of the prompt
+    without reuse.
+    """
     computed = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for start, end, own in alone:
         count = math.ceil(share * (end - start))

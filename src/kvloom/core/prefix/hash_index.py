@@ -258,10 +258,10 @@ class HashIndex(Generic[HashKey]):
     ) -> int:
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
-        `places` restricts the search to these places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If `tail` is given and the model has states,
-        partial blocks can also match. `root` is the parent of the first hash. It is needed to match a partial first
-        block.
+        - `places`: search only these places. For example, a router passes one worker.
+        - `tail(parent, start, length)`: returns the hash of a partial last block of the prompt. If `tail` is given and
+          the model has states, partial blocks can also match.
+        - `root`: the parent of the first hash, needed to match a partial first block.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full

@@ -132,10 +132,12 @@ class RadixTree(Checkpoints):
         The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already
         has a page of a block, the tree writes the id of that page into `rows`. The caller must then use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
-        the node `locked` next. Only in this case may that node grow by a partial block. `lock` moves the caller's lock
-        to the returned node. `owner` is the owner of all pages in `rows`, by default the owner of `cursor`. `retention`
-        is the eviction priority of the tokens and its expiry time.
+        - `locked`: the node that the caller has locked, by default `cursor`.
+        - `last`: the caller will unlock the node `locked` next. Only in this case may that node grow by a partial
+          block.
+        - `lock`: moves the caller's lock to the returned node.
+        - `owner`: the owner of all pages in `rows`, by default the owner of `cursor`.
+        - `retention`: the eviction priority of the tokens, and its expiry time.
         """
         node, start = cursor, cursor.end
         locked, owner = locked or cursor, owner or cursor.owner

@@ -347,12 +347,12 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run several steps of the same temporary sequences. Return the number of tokens computed in all steps.
+        """Run several steps of the same temporary sequences, and pass the logits of each step to `choose`. Return the
+        number of tokens computed in all steps.
 
-        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step would
-        otherwise have more than `self.tokens` tokens. A sequence is left out of a step if the pool is too small for
-        it, or if it would become too long. Each sequence is opened with a prompt of `limit` tokens. Each step
-        passes its logits to `choose`.
+        `shapes` has one list per step: the number of tokens of each sequence. A step computes at most `self.tokens`
+        tokens, so a number may be reduced. A sequence is left out of a step if the pool is too small for it, or if it
+        would become too long. `limit` is the length of the prompt with which each sequence is opened.
         """
         open_: dict[int, Sequence] = {}
         done = 0

@@ -164,11 +164,12 @@ def open_host(
     ttl: float = 0,
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. With
-    `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of the
-    ranks may also write to it. Returns the tier and the shared memory. Without `shared`, one rank needs no shared
-    memory, and None is returned for it. If the system has no shared memory, one rank also gets None, and several ranks
-    raise ValueError.
+    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. Returns
+    the tier and its shared memory, or None instead of the shared memory.
+
+    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of
+    the ranks may also write to it. Without `shared`, one rank uses no shared memory. If the system has no shared
+    memory, one rank runs without it, and several ranks raise ValueError.
     """
     unit = host_slab_bytes(layout.slab_bytes * ranks, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)

@@ -26,10 +26,15 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a
-    unit). A launch has up to `programs` programs, with `warps` warps and `stages` pipeline stages each. `registers`
-    limits the registers of a thread. A program processes at least `min_units` units. Starting a tile takes as long
-    as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
+    """How the work of a launch is divided.
+
+    - `rows`, `tokens`: a tile has `rows` query rows and reads `tokens` tokens at a time (a unit).
+    - `programs`, `warps`, `stages`: a launch has up to `programs` programs, with `warps` warps and `stages` pipeline
+      stages each.
+    - `registers`: limits the registers of a thread.
+    - `min_units`: a program processes at least this many units.
+    - `overhead_units`: starting a tile takes as long as this many units. If it is 0, the single-tile kernel runs.
+    """
 
     rows: int
     tokens: int

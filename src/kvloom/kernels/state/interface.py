@@ -251,8 +251,9 @@ def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. On a CPU, also check the values of `rows`. On a GPU this check
-    would have to wait for the device."""
+    """Return whether plain torch computes this call, instead of a Triton kernel. On a CPU, also check the values of
+    `rows`. A GPU would have to wait for this check.
+    """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
         if rows.stored is not None:

@@ -58,10 +58,13 @@ def out_of_latent_space(
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Some queries of the step (`queries`), and the tokens that these queries read. Both belong to one or more
-    sequences. `starts` has the index of each sequence's first query among the queries of the part.
-    `token_starts` has the index of each sequence's first token among the tokens of the part. Each token has a
-    row of the block table (`rows`) and a position in its sequence (`positions`). `merges` states that an
-    earlier part has the same queries. The results of both parts are then merged."""
+    sequences.
+
+    - `starts`: the index of each sequence's first query among the queries of the part.
+    - `token_starts`: the index of each sequence's first token among the tokens of the part.
+    - `rows`, `positions`: for each token, its row of the block table and its position in its sequence.
+    - `merges`: an earlier part has the same queries. The results of both parts are merged.
+    """
 
     queries: slice
     starts: list[int]

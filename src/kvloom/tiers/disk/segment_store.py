@@ -34,10 +34,14 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict: the oldest, or the least recently used. With
-    `copy_forward`, pages of an evicted segment that have been read are copied to another segment. The copies fill at
-    most half a segment. `ttl` is the number of seconds after which a page expires. 0 means never. With `sync`, a
-    segment is synced before it is sealed, so that its pages are complete even after power loss."""
+    """Settings of the store. A segment is a file with pages.
+
+    - `evict`: which segment is evicted first: the oldest, or the least recently used.
+    - `copy_forward`: before a segment is evicted, those of its pages that have been read are copied to another segment.
+      The copies fill at most half a segment.
+    - `ttl`: the number of seconds after which a page expires. 0 means never.
+    - `sync`: a segment is synced before it is sealed, so that its pages are complete even after power loss.
+    """
 
     capacity: int
     segment_bytes: int

@@ -193,9 +193,12 @@ class RemoteTier(Tier):
     """A tier behind a connection. Thread-safe. The constructor raises TierError if the store cannot be reached. Later
     faults of the store raise no exception.
 
-    `connect` opens one connection. `jobs` are the job classes of reads and writes. `on_shares` is called when the
-    shares of tenants are set. `max_page_bytes` is the largest page size that the tier accepts. `on_close` is called
-    when the tier is closed. `expiry` decides which pages have expired.
+    - `connect`: opens one connection.
+    - `jobs`: the job classes of reads and writes.
+    - `on_shares`: called when the shares of tenants are set.
+    - `max_page_bytes`: the largest page size that the tier accepts.
+    - `on_close`: called when the tier is closed.
+    - `expiry`: decides which pages have expired.
     """
 
     def __init__(
