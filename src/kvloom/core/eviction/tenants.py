@@ -28,16 +28,16 @@ SOFT_PART = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
+    """A tenant, with limits on its use of the pool.
 
-    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share
-    are not evicted for other tenants. A tenant with weight 0 has no share, so all its cached pages may be
-    evicted for other tenants. If all weights are 0, only the policy decides. Shares change with the size of the
-    pool, but quotas do not.
-
-    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A
-    tenant that has at most one open sequence may even evict cached pages in the protected half of a share that
-    is not firm. One long request can therefore use the memory of all shares that are not firm.
+    - `quota`: the largest number of bytes of the pool that the tenant may use. It does not change with the size of the
+      pool.
+    - `weight`: sets the tenant's share of the pool, which is its weight divided by the sum of all weights. Pages of a
+      tenant at or below its share are not evicted for other tenants. With weight 0, all cached pages of the tenant may
+      be evicted for other tenants. If all weights are 0, only the policy decides.
+    - `firm`: whether the whole share is protected. Otherwise only half of it is protected, and every tenant may use the
+      other half. A tenant with at most one open sequence may even evict the protected half of shares that are not firm,
+      so that one long request always fits.
     """
 
     name: str

@@ -202,8 +202,9 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the pieces with the indices `chosen`, sorted by index. If one batch has all pieces, its outputs are
-    therefore in the right order."""
+    """Return the pieces with the indices `chosen`, sorted by index, so that their outputs are in the order of the
+    queries.
+    """
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
