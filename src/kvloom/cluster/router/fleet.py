@@ -280,8 +280,9 @@ class Fleet:
         ]
 
     def candidates(self, model: str, adapter: str | None = None) -> list[str]:
-        """Return the names of living workers that answer requests for a model or, if `adapter` is given, for this LoRA
-        adapter of the model. Prefill workers are included only if there are no others."""
+        """Return the names of living workers that answer requests for a model. If `adapter` is given, only workers with
+        this LoRA adapter count. Prefill workers are included only if there are no others.
+        """
         alive = self._alive(model, adapter)
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 

@@ -290,8 +290,9 @@ class ReuseModel:
         """Return two tables of a stratum, indexed by level and age bin. The first table has the `index` at the start of
         the bin. The second has the age from which the index is clearly lower.
 
-        The index is the logarithm of the highest rate: the expected reuses per second for which a page is kept. To find
-        this rate, every later bin is tried as the time at which the page is dropped.
+        The index is the logarithm of the highest rate: the expected number of reuses, divided by the seconds for which
+        a page is kept. To find the highest rate, the function tries every later bin as the time at which the page is
+        dropped.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         hazard = baseline[None, :] * levels[:, None]

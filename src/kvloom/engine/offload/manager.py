@@ -216,11 +216,9 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are
-        loaded. Does not start a load.
-
-        The seconds are 0 if no load was measured. Returns None while the tiers look up the pages. If host memory is the
-        only tier, the call costs a load plan.
+        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are loaded.
+        Does not start a load. The seconds are 0 if no load was measured. Returns None while the tiers look up the
+        pages. If host memory is the only tier, the call makes a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0

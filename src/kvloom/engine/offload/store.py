@@ -175,12 +175,14 @@ class PageOffloader:
 
     def _age(self, batch: OffloadBatch) -> int:
         """Return the argument `age` of `HostPages.offload` for a batch. It selects the work for which the copy waits: 1
-        for the work before the last mark, 2 for the work before the second last mark, 0 for all work. Pages that stay
-        cached get 0.
+        for the work before the last mark, 2 for the work before the second last mark, 0 for all work.
 
-        Evicted pages need not wait for all work. A page enters the radix tree only after the launch of the step or copy
-        that writes it. Every mark after that follows the write. A mark is also set after copies inside the pool. Later
-        work writes only to the unused part of a partial block.
+        Pages that stay cached get 0. Evicted pages need not wait for all work, because every mark that is set after a
+        page has entered the radix tree comes after the write of the page:
+
+        - A page enters the tree after the launch of the step or copy that writes it.
+        - A mark is also set after copies inside the pool.
+        - Later work writes only to the unused part of a partial block.
         """
         return batch.age if batch.evicted else 0
 

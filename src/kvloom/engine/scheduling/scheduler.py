@@ -505,11 +505,9 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
     def _within_share(self, request: Request) -> bool:
-        """Return whether the tenant of a request would probably stay within its share of the pool if the request also
-        ran.
-
-        Such a request is admitted without regard to the growth of other tenants, because their requests can be
-        preempted.
+        """Return whether the tenant of a request would probably stay within its share of the pool, if the request also
+        ran. Such a request is admitted even if running requests of other tenants will need its pages later, because
+        those requests can be preempted.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares or self.admission is None:
