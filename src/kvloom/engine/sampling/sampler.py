@@ -212,9 +212,10 @@ class Sampler:
     def _noisy(
         self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores of tokens for each row of `draw`: scaled logits plus noise, and minus infinity for tokens
-        that the row may not sample. Also return the token ids that belong to the scores. They are None if the rows
-        have a score for every token, in the order of token ids."""
+        """Return the scores of tokens for each row of `draw`, and the token ids of these scores. A score is the scaled
+        logit plus noise, or minus infinity for a token that the row may not sample. The token ids are None if each row
+        has a score for every token, in the order of token ids.
+        """
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature

@@ -118,9 +118,11 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length, in tokens, at which a request has the most image pages in use, and the token counts of the
-        images in use then. If image pages stay in use after the prompt, this is the full length of the request with all
-        its images. Otherwise it is the end of the last image, with only the largest image.
+        """Return the moment at which a request has the most image pages in use: the length of the request in tokens,
+        and the token counts of the images in use.
+
+        - If image pages stay in use after the prompt, this is the end of the request, with all images.
+        - Otherwise it is the end of the last image, with only the largest image.
         """
         images = request.images
         if images is None:
