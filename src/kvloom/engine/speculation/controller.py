@@ -216,8 +216,8 @@ class Controller:
         return off is not None and (proposer in self._lookups or off.steps < PROBE_STEPS)
 
     def step_begins(self, estimates: Sequence[dict[str, Estimate]]) -> list[str]:
-        """Count a step. Return the lookups that `Speculation` should review now (see `Controller`). `estimates` are the
-        estimates of each request, by proposer.
+        """Count a step. Return the names of the lookups that are off and due for a review (see `Controller`).
+        `estimates` are the estimates of each request, by proposer.
 
         The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
         halved, or the mean of their `Estimate.value` has risen by RISE."""

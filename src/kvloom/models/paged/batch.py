@@ -726,7 +726,7 @@ def _adapter_slots(works: Many[Work], positions: Ints, starts: Ints) -> Ids | No
 
 
 def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> Batch:
-    """Return the batch with trees. Slots do not change."""
+    """Return a copy of `batch` with draft trees. The tokens keep their slots."""
     rotary = None if batch.rotary is None else batch.rotary + (positions - batch.positions)
     return replace(batch, positions=positions, rotary=rotary, trees=seen, previous=previous)
 
