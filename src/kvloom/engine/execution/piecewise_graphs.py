@@ -2,10 +2,9 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so attention is launched normally. All other work depends only
-on the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written
-to page 0, and attention skips them. All graphs use the same memory, so each step overwrites the tensors of the
-step before.
+The work of attention differs in each step, so attention is launched without a graph. All other work depends only on the
+number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page 0, and
+attention skips them. All graphs use the same memory, so each step overwrites the tensors of the step before.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class _ScalarsOn(TorchFunctionMode):
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes, in tokens, for steps of up to `tokens` tokens. There are few sizes, but steps still
-    need little padding."""
+    """Return the graph sizes, in tokens, for steps of up to `tokens` tokens. The sizes are few, but close enough that
+    steps need little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
@@ -137,7 +136,7 @@ class PiecewiseGraphs:
         chosen = range(len(works)) if wanted is None else wanted
         each = [np.arange(bounds[i + 1] - 1 - works[i].drafts, bounds[i + 1]) for i in chosen]
         ends = np.concatenate([np.zeros(0, np.int64), *each])
-        last = np.zeros(len(self._last), np.int64)  # clears the entries of a larger size
+        last = np.zeros(len(self._last), np.int64)  # also clears entries that a larger graph left
         last[: len(ends)] = ends
         self._stage.send(works, self._stage.rows + 1, size)
         self._last.copy_(upload(last, self._stage.device))
@@ -238,8 +237,8 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the memory of `x` that does not keep this memory allocated. Later tensors may then reuse
-    the memory.
+    """Return a tensor that uses the memory of `x` but does not keep this memory allocated. Later tensors may therefore
+    reuse the memory.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {

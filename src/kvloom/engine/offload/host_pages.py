@@ -12,7 +12,8 @@ rank copies its own part. Tiers therefore store whole pages, and only rank 0 use
     pool of rank 0: page 7 ──> |  rank 0  |  rank 1  | <── pool of rank 1: page 7
                                one page in the arena
 
-Pages that are equal on all ranks, such as latents of MLA, have one part. Rank 0 offloads it, and all ranks load it.
+Pages that are equal on all ranks, such as latents of MLA, are a single part. Rank 0 offloads this part, and all ranks
+load it.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ would cost too much."""
 
 
 def form_of(group: PageGroup, run: int, ranks: int = 1) -> Form:
-    """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run`
-    is the number of the page. A page has the parts of all `ranks`, or one part if it is equal on all ranks. Pages of
-    equal size with different layouts, or of another number of ranks, have different forms.
+    """Return the form (byte layout) of the pages of a layer group. If a block owns several pages in the group, `run` is
+    the number of the page. A page contains the parts of all `ranks`, or a single part if the page is equal on all
+    ranks. Pages of equal size with different layouts, or of another number of ranks, have different forms.
     """
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
@@ -84,9 +85,9 @@ def unit_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, UnitForm]:
     """Return a mapping: form (byte layout) of a page in the pool → form of its units. Tiers store each page as
     units.
 
-    A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
-    tokens. Omits a group if its blocks own another number of pages in that layout, or if there is padding between
-    the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS tokens.
+    A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS tokens.
+    Omits groups that cannot be cut into units: a block of HASH_TOKENS tokens would own another number of pages, or
+    there is padding between the parts of ranks. Returns {} if `layout` already has blocks of HASH_TOKENS tokens.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}
@@ -136,15 +137,16 @@ def value_forms(layout: PoolLayout, ranks: int = 1) -> dict[Form, ValueForm]:
 
 
 def _page_fields(group: PageGroup, ranks: int) -> PageFields:
-    """Return the fields of a page. The parts of ranks count as further layers, if there is no padding between them."""
+    """Return the fields of a page. If there is no padding between the parts of ranks, the parts count as additional
+    layers."""
     tokens, parts = group.block_tokens if group.spec.unit == "token" else 0, _parts(group, ranks)
     layers, page_bytes = group.run_layers * parts, group.page_stride * parts
     return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, page_bytes)
 
 
 def _parts(group: PageGroup, ranks: int) -> int:
-    """Return the number of parts of a page in the arena. It is 1 if the page is equal on all ranks, or if only rank 0
-    uses it, as for a draft model."""
+    """Return the number of parts of a page in host memory: one for each rank. The number is 1 if the page is equal on
+    all ranks, or if only rank 0 uses the page, as for a draft model."""
     is_divided = any(field.shard_axis is not None for field in group.spec.fields)
     return ranks if is_divided and group.spec.lifetime != "draft" else 1
 
@@ -162,10 +164,12 @@ def open_host(
     ttl: float = 0,
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned.
-    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes
-    of the ranks may also write to it. Returns the tier and the shared memory. The shared memory is None without
-    `shared` on one rank, or if the system does not support it. Several ranks then raise ValueError.
+    """Open a host tier, whose slab size is a multiple of the pool's slab size. For a GPU its memory is pinned. Returns
+    the tier and its shared memory, or None instead of the shared memory.
+
+    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of
+    the ranks may also write to it. Without `shared`, one rank uses no shared memory. If the system has no shared
+    memory, one rank runs without it, and several ranks raise ValueError.
     """
     unit = host_slab_bytes(layout.slab_bytes * ranks, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -183,7 +187,8 @@ def open_host(
     if device.type == "cuda":
         pin_memory(tier.arena)
         address = int(tier.arena.ctypes.data)
-        _pinned[address] = weakref.finalize(tier, _unpin, address)  # for a tier that is never closed
+        # Unpins the memory of a tier that is never closed.
+        _pinned[address] = weakref.finalize(tier, _unpin, address)
         _pinned[address].atexit = False
     return tier, memory
 
@@ -202,15 +207,15 @@ _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
 
 
 def _unpin(address: int) -> None:
-    """Unpin memory before it is freed. Otherwise the system could not pin the same addresses again."""
+    """Unpin memory. Call this before the memory is freed, or the system cannot pin the same addresses again."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """The start and the end of a copy to the device, as two CUDA events of its stream. The device's clock times the
-    copy."""
+    """Two CUDA events: at the start and at the end of a copy to the device. They time the copy by the device's
+    clock."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -242,17 +247,17 @@ class RankCopies(Protocol):
         ...
 
     def share(self, memory: SharedMemory) -> None:
-        """Let all ranks map the arena, and wait until they have done so."""
+        """Let all ranks map the arena (the memory of the host tier), and wait until they have done so."""
         ...
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
-        """Let all ranks copy pages to offsets in the arena, after the steps that were sent before. Does not wait.
+        """Let all ranks copy pages to offsets in host memory, after the steps that were sent before. Does not wait.
         Return the number of the copy."""
         ...
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
-        """Let all ranks copy from offsets in the arena to pages. With `is_whole`, the pages have one part, which all
-        ranks copy. Otherwise like `offload`."""
+        """Let all ranks copy from offsets in host memory to pages. With `is_whole`, a page is one part, which every
+        rank copies. Does not wait. Return the number of the copy."""
         ...
 
     def is_done(self, number: int) -> bool:
@@ -264,7 +269,7 @@ class RankCopies(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """Record that rank 0 has not made a copy that the other ranks make. The group cannot continue."""
+        """Stop the group: rank 0 has failed to make a copy that the other ranks have made."""
         ...
 
 
@@ -297,9 +302,9 @@ Event = torch.cuda.Event | FinishedEvent | RankEvent
 
 
 class HostPages:
-    """Runs copies between one pool and the arena of one host tier. `rank` is the number of the part that the pool
-    has of every page. `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but
-    0."""
+    """Runs copies between one pool and the arena of one host tier. `rank` is the rank of this process, whose pool has
+    part `rank` of every page. On rank 0 of a group, `ranks` repeats the copies on the other ranks. Otherwise `ranks` is
+    None."""
 
     def __init__(
         self,
@@ -314,7 +319,7 @@ class HostPages:
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
         self._load_stream: torch.cuda.Stream | None = None
-        if buffer.is_cuda:  # a higher priority than the model's kernels, like the copiers' streams
+        if buffer.is_cuda:  # same priority as the copiers' streams, above the model's kernels
             self._load_stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
         memory = torch.from_numpy(arena)
         self._copiers: dict[int, Copier] = {}
@@ -326,7 +331,7 @@ class HostPages:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks whose parts a page in the arena has. Only rank 0 knows it."""
+        """Number of ranks whose parts a page in host memory contains. Correct only on rank 0."""
         return 1 if self._ranks is None else self._ranks.count
 
     @property
@@ -341,18 +346,17 @@ class HostPages:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """Make later work on the current stream wait for `event`, on the device. Does nothing on a CPU, where the copy
-        is done, and other ranks make copies and steps in the order of rank 0."""
+        """Make later work on the device's current stream wait for the copy of `event`. Does nothing on a CPU, where the
+        copy is already done. The other ranks need no wait, because they make copies and steps in the order of rank
+        0."""
         if self._pool is not None:
             return
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before
-        the mark, and not for the work after it.
-
-        The last two marks are stored. `moved` means that copies inside the pool have written pages since the previous
-        mark, so earlier marks are dropped.
+        """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before the
+        mark only. The last two marks are stored. `moved` means that copies inside the pool have written pages since the
+        previous mark. The earlier marks are then dropped.
         """
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -360,11 +364,11 @@ class HostPages:
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU.
+        """Copy pages of the pool to offsets in host memory, and return the event of the copy. Does not block on a GPU.
 
-        On a GPU, `age` selects the work on the current stream for which the copy waits: all work (0), work
-        before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
-        this mark did not write the pages.
+        On a GPU, `age` selects the work on the current stream for which the copy waits. 0 means all work, 1 the work
+        before the last mark (see `mark`), and 2 the work before the second last mark. The caller must ensure that work
+        after this mark did not write the pages.
         """
         own = offsets + self._rank * stride
         if self._ranks is None:
@@ -376,7 +380,8 @@ class HostPages:
     def load(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
     ) -> LoadEvent | FinishedEvent | RankEvent:
-        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
+        """Copy from offsets in host memory to pages of the pool, after the work on the current stream. Does not block
+        on a GPU."""
         own = offsets + self._rank * stride
         if self._ranks is None:
             return self._copy_in(stride, pages, own)
@@ -385,8 +390,8 @@ class HostPages:
             return RankEvent(self._copy_in(stride, pages, own), self._ranks, number)
 
     def is_whole(self, group: PageGroup) -> bool:
-        """Return whether the pages of a layer group have one part, although there are several ranks. These pages are
-        copied by `offload_whole` and `load_whole`."""
+        """Return whether there are several ranks and a page of this layer group is equal on all of them. Such pages
+        have one part, and are copied by `offload_whole` and `load_whole`."""
         return self.ranks > 1 and _parts(group, self.ranks) == 1
 
     def offload_whole(
@@ -398,7 +403,7 @@ class HostPages:
     def load_whole(
         self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]
     ) -> LoadEvent | FinishedEvent | RankEvent:
-        """Like `load`, for pages that have one part. All ranks copy it."""
+        """Like `load`, for pages that have one part. Every rank copies this part."""
         if self._ranks is None:
             return self._copy_in(stride, pages, offsets)
         number = self._ranks.load(stride, pages, offsets, is_whole=True)
@@ -408,7 +413,8 @@ class HostPages:
     @staticmethod
     @contextlib.contextmanager
     def _failing(ranks: RankCopies) -> Iterator[None]:
-        """Stop the group if a copy fails on rank 0, because the other ranks make the copy."""
+        """A context for a copy on rank 0. If the copy fails, stop the group, because the other ranks have made the same
+        copy."""
         try:
             yield
         except BaseException as error:

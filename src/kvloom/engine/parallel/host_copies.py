@@ -35,8 +35,8 @@ SHARE_SECONDS = 600.0
 
 
 class HostCopies:
-    """The copies of ranks 1 to N-1, as rank 0 sees them. It is the `RankCopies` of the offload manager. `copied` may
-    be called by another thread."""
+    """On rank 0, starts copies on ranks 1 to N-1 and counts the finished ones. Implements `RankCopies` of the offload
+    manager. Another thread may call `copied`."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class HostCopies:
         return self._start(CopyHost(False, False, stride, _bytes(pages), _bytes(offsets)))
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], is_whole: bool = False) -> int:
-        """Let all ranks copy from the host tier to pages. With `is_whole`, the pages have one part, which all ranks
-        copy. Otherwise like `offload`."""
+        """Let all ranks copy from the host tier to pages. With `is_whole`, a page is one part, which every rank copies.
+        Returns the number of the copy. Does not wait."""
         return self._start(CopyHost(True, is_whole, stride, _bytes(pages), _bytes(offsets)))
 
     def is_done(self, number: int) -> bool:
@@ -112,8 +112,8 @@ def _bytes(ids: Ids) -> bytes:
 
 
 class RankHost:
-    """The host tier in the process of a rank. `report` sends the number of the last finished copy to rank 0. On a GPU
-    copies end later, so another thread calls it. `fail` is called by this thread if a copy fails."""
+    """The host tier in the process of a rank. `report` sends the number of the last finished copy to rank 0. On a GPU,
+    a separate thread waits for the copies and calls `report`. If a copy fails, this thread calls `fail`."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class RankHost:
         return event
 
     def _wait(self) -> None:
-        """Report copies of a GPU when they end, in their order."""
+        """Thread on a GPU: wait for each copy in turn, and report its number to rank 0."""
         assert self._events is not None
         try:
             while True:

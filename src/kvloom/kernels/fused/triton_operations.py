@@ -322,8 +322,8 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """Try to view x [..., dim] as [tokens, heads, dim]. Return the number of heads, the stride of tokens and the
-    stride of heads. Return None if the strides of x do not allow this view."""
+    """Return how x [..., dim] can be viewed as [tokens, heads, dim]: the number of heads, the stride of tokens and the
+    stride of heads. Return None if the strides of x do not allow such a view."""
     shape, strides = x.shape[:-1], x.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
     while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # all leading dimensions form one stride

@@ -35,10 +35,12 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile sizes of the two products. A tile has `rows` rows and `columns` columns. A row is a pair of token
-    and expert, and a column is an output of the weights. A tile sums `depth` inputs at a time. In the first
-    product, a tile computes `columns` columns of the gate and the same number of columns of the up projection.
-    With `described`, weights are read by tensor descriptors."""
+    """The tile sizes of the two products. A tile has `rows` rows and `columns` columns. A row is a pair of token and
+    expert, and a column is an output of the weights. A tile sums `depth` inputs at a time.
+
+    In the first product, a tile computes `columns` columns of the gate and the same number of columns of the up
+    projection. With `described`, weights are read by tensor descriptors.
+    """
 
     rows: int
     columns: int

@@ -309,7 +309,7 @@ def down(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     pairs: int, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the down projection of every pair, in the order of pairs, [pairs, dim]."""
+    """Return the down projection of every pair: [pairs, dim]. Row i belongs to pair i."""
     _, dim, inner = weight.shape
     out = torch.empty((pairs, dim), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(len(owners) * triton.cdiv(dim, tile.columns),)](

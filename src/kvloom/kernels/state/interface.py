@@ -266,14 +266,15 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` and its own shape, as an argument of `check_tokens`. With a tensor's own shape, `check_tokens`
-    checks only device and dtype. `check_states` has already checked the shape."""
+    """Return an argument of `check_tokens` that checks only the device and the dtype of `states`: the tensor with its
+    own shape. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. On a CPU, also check the values of `rows`. On a GPU this check
-    would have to wait for the device."""
+    """Return whether plain torch computes this call, instead of a Triton kernel. On a CPU, also check the values of
+    `rows`. A GPU would have to wait for this check.
+    """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
         if rows.stored is not None:

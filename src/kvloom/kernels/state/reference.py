@@ -342,8 +342,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the first state of every sequence. The state of a fresh sequence is set to zeros.
-    Multiplying the page by zero would not work, because an unwritten page may contain NaN."""
+    """Return a copy of the first state of every sequence. The state of a fresh sequence is set to zeros. The state is
+    not multiplied by zero, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()

@@ -70,7 +70,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
         for (
             name,
             tried,
-        ) in FUSIONS.items():  # norms first, because attention checks whether its norms are fused
+        ) in FUSIONS.items():  # norms come first, because the fusion of attention needs fused norms
             for module in fresh:
                 if tried(module):
                     module.is_fused = True
@@ -110,8 +110,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _FusedNorm:
-    """The fused forward of a norm. It reads the weight at each call, because loading weights may replace it. If the
-    weight does not fit the input (Falcon Mamba), the module's own forward runs.
+    """The fused forward of a norm. Each call reads the weight of the module, because loading weights may replace the
+    tensor. If the weight does not fit the input (Falcon Mamba), the module's own forward runs.
     """
 
     def __init__(self, module: Any, eps: float, form: NormForm) -> None:
@@ -137,16 +137,15 @@ def _fuse_norm(module: Any) -> bool:
         return False
     x = _random_input(3, len(weight), like=weight)
     own = weight.detach().clone()
-    weight.data.copy_(
-        _random_input(len(weight), like=weight)
-    )  # a weight of ones would not show whether the module uses it
+    # A weight of ones would hide whether the module uses its weight.
+    weight.data.copy_(_random_input(len(weight), like=weight))
     form: NormForm
     try:
         for form in ("llama", "gemma"):
             if _same(module(x), rms_norm(x, weight, eps, form)):
                 module.forward = _FusedNorm(module, eps, form)
                 return True
-    except TypeError:  # a gated norm takes more arguments
+    except TypeError:  # for example a gated norm, which takes more arguments
         return False
     finally:
         weight.data.copy_(own)
@@ -248,10 +247,9 @@ class _ResidualOutput:
 
 class _FusedDecoderLayer:
     """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. `posts` is
-    empty or has two norms. They normalise the outputs of attention and MLP before each output is added to x.
-
-    `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP output also
-    computes this norm of x. The result is stored as an attribute of x, so it is freed with x.
+    empty, or has two norms: one normalises the output of attention, the other the output of the MLP, before the output
+    is added to x. `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP
+    output also applies `after` to x. This result is stored as an attribute of x, so it is freed with x.
     """
 
     def __init__(
@@ -356,8 +354,9 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer (`module`) and its fused form `found` compute the same result on random input. During
-    this test a stand-in replaces `attention`. It only applies the output projection `output` to the hidden states."""
+    """Return whether a layer (`module`) and its fused form `found` compute the same result on random input. During this
+    test a stand-in replaces `attention`. The stand-in only applies the output projection `output` to the hidden
+    states."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -399,7 +398,7 @@ def _fuse_projections(module: Any) -> bool:
                 return product.of_part(x, place)
             found = last[0][1][place]
             if place == 2:
-                last.clear()  # otherwise the activations of a layer would stay in memory until its next call
+                last.clear()  # frees the activations of the layer now, not at its next call
             return found
 
         return forward

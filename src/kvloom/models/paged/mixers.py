@@ -58,7 +58,8 @@ class MixerSteps:
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
+            # Set here once, instead of in the kernel of every layer.
+            if self.batch_invariant and fresh is not None:
                 read, fresh = ids.masked_fill(fresh, 0), None
             stored = self.batch.stored if self.batch.longest > 1 else None
             self._known[of] = StateRows(

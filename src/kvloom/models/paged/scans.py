@@ -74,7 +74,7 @@ class PackedStates(EmptyCache):
 def takes_packed_rows(module: Any) -> bool:
     """Return whether kernels can replace all functions of a mixer's modeling file that run over tokens."""
     names = vars(sys.modules[type(module).__module__])
-    recurs = hasattr(module, "A_log")  # the rate of a decay
+    recurs = hasattr(module, "A_log")  # a mixer with a decay rate, which needs a scan
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
@@ -114,7 +114,8 @@ def run_scan(
     return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
 
 
-# The functions below have the argument names of modeling code. They return no last state, because the kernel has written it to the page.
+# The functions below use the argument names of modeling code. They return no final state, because the kernel has
+# already written this state to its page.
 
 
 def _conv(
