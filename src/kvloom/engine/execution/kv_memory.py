@@ -80,9 +80,8 @@ def allocate_kv_memory(
     if draft is not None:
         spec = _with_draft(spec, draft, config)
         install(draft, spec.max_context)
-    elif (
-        config.draft_model
-    ):  # on every rank but 0: page ids must be valid, but the draft model runs on rank 0
+    elif config.draft_model:
+        # Only rank 0 runs the draft model. The other ranks reserve its pages, so that page ids are equal.
         spec = with_draft(
             spec, _draft_spec(transformers_config(folder_of(config.draft_model)), weight.dtype, config)
         )
@@ -99,7 +98,7 @@ def allocate_kv_memory(
     longest = limit or MAX_TOKENS
     install(model, limit)
     if lora is not None:
-        fuse(model)  # joined layers share their slots
+        fuse(model)  # first, because fused layers share adapter slots
         lora.attach()
     budget, pool_bytes = None, config.pool_bytes
     if pool_bytes is None:
@@ -141,7 +140,7 @@ def allocate_kv_memory(
         slabs=slabs,
         reserved=reserved,
         model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
-        # A copy of a document opens a second sequence for a moment.
+        # One more sequence: a copy of a document briefly opens a second one.
         max_sequences=config.max_running + (config.reuse_documents is not None),
         max_tokens=longest,
         tenants=config.tenants,

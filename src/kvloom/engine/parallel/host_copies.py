@@ -34,8 +34,8 @@ SHARE_SECONDS = 600.0
 
 
 class HostCopies:
-    """The copies of ranks 1 to N-1, as rank 0 sees them. It is the `RankCopies` of the offload manager. `copied` may
-    be called by another thread."""
+    """On rank 0, starts copies on ranks 1 to N-1 and counts the finished ones. Implements `RankCopies` of the offload
+    manager. Another thread may call `copied`."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class RankHost:
         return event
 
     def _wait(self) -> None:
-        """Report copies of a GPU when they end, in their order."""
+        """Thread on a GPU: wait for each copy in turn, and report its number to rank 0."""
         assert self._events is not None
         try:
             while True:

@@ -1,7 +1,7 @@
 """LoRA adapters on ranks. Rank 0 sends the weights of an adapter when the adapter gets a slot. With tensor
 parallelism each rank keeps its part. With context parallelism each rank keeps all weights.
 
-The weights are sent, not read again from the adapter's folder, because the folder may have changed.
+Ranks do not read the adapter's folder, because its files may have changed since rank 0 read them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankAdapters:
     """The adapters in the process of a rank."""
 
     def __init__(self, slots: AdapterSlots | None) -> None:
-        """`slots` is None if the engine has no adapters. No message arrives then."""
+        """`slots` is None if the engine has no adapters."""
         self._slots = slots
         self._weights: dict[str, torch.Tensor] = {}
 

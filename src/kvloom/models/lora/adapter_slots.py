@@ -6,9 +6,9 @@
 The buffers are allocated once, so that CUDA graphs stay valid when adapters are loaded and removed. A step without
 adapters computes no terms. This module does not decide which adapter has a slot.
 
-With tensor parallelism a rank has the part of each adapter that belongs to its part of the layer: rows of B if the
-outputs of the layer are cut, columns of A if its inputs are cut. In the second case, the sum over ranks includes the
-terms.
+With tensor parallelism a rank has a part of each adapter. If the outputs of a layer are cut, the rank has the matching
+rows of B. If the inputs of a layer are cut, the rank has the matching columns of A, and the sum over ranks also adds up
+the terms.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Ranks:
         """Connect to the other ranks, and wait until every rank has connected. The ranks find each other through the
         file `meeting`. It must be a new file, and every rank must pass the same path."""
         self.shard, self.device = shard, device
-        library: Any = dist  # some of these names have no types
+        library: Any = dist  # untyped, because torch has no types for some of these names
         store = library.FileStore(str(meeting), shard.count)
         limit = timedelta(seconds=START_SECONDS)
         self._group: Any
@@ -84,7 +84,8 @@ class Ranks:
         return out
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Send `x[i]` to rank i. Return what all ranks have sent to this rank, in the order of ranks: [ranks, …]."""
+        """Send `x[i]` to rank i. Return the tensors that all ranks have sent to this rank, in the order of ranks:
+        [ranks, …]."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._wait(self._group.alltoall_base(out, x.contiguous(), [], []))
         return out
