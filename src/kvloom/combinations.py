@@ -379,13 +379,6 @@ REFUSED = {
         "requests longer than the pool",
         "attention over cold pages reads whole pages of host memory, and ranks have parts of them: give a larger pool",
     ),
-    "tensor parallel, head": Refused(
-        "engine",
-        "tensor_parallel",
-        "speculate mtp, eagle=FOLDER",
-        "tensor_parallel {count}: a head uses the output matrix, which is divided between ranks: use speculate draft=MODEL, "
-        "ngram or suffix",
-    ),
     "tensor parallel, elastic pool": Refused(
         "engine",
         "tensor_parallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -20,7 +21,9 @@ from kvloom.models.loading import loader
 from kvloom.models.paged import Work
 from kvloom.models.sharding import RankError, Shard, find_cuts, shard_config
 from kvloom.models.specs import ModelError
+from tests.engine.test_heads import recorded, save as save_head
 from tests.engine.test_offload import PATIENT
+from tests.engine.test_speculation import fixed
 from tests.engine.thread_ranks import parallel_engine
 from tests.engines import make_engine
 from tests.models.tiny_families import config_of
@@ -92,6 +95,49 @@ def test_settings_give_the_tokens_of_one_rank(family: str, settings: dict[str, A
     wanted = generate(one, prompts)
     with ranks(model, 2, **settings) as engine:
         assert generate(engine, prompts) == wanted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "settings", "tiers"),
+    [
+        ("llama", {}, True),
+        ("llama", {"context_parallel": 2}, False),
+        ("llama", {"speculate": "tree=8"}, False),
+        ("deepseek_v3", {}, True),
+        ("qwen3_next", {"ahead": True}, False),
+        ("glm4_moe", {}, False),
+    ],
+    ids=str,
+)
+def test_a_head_on_rank_0_gives_the_tokens_of_hugging_face(
+    family: str, settings: dict[str, Any], tiers: bool, tmp_path: Path
+) -> None:
+    """An EAGLE head for llama, MTP heads for the others. With tiers, an engine of one rank loads the pages of two."""
+    model, speculate = save_head(tmp_path / "model", family)
+    settings = {**settings, "speculate": ",".join(filter(None, (speculate, settings.get("speculate"))))}
+    prompts = prompts_of(5, (40, 33, 50))
+    wanted = expected(model, prompts)
+    if tiers:
+        settings |= {"tiers": ["host:4MiB", f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
+    one = {name: value for name, value in settings.items() if name not in ("context_parallel", "tiers")}
+    drafts = recorded(alone := fixed(make_engine(copy.deepcopy(model), POOL, **one)))
+    assert generate(alone, prompts) == wanted
+    for count in (2, 1)[: 1 + tiers]:
+        if count == 1:
+            engine = fixed(make_engine(copy.deepcopy(model), POOL, **settings))
+        else:
+            engine = fixed(parallel_engine(model, count, pool_bytes=POOL, **settings))
+        found = recorded(engine)
+        requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+        engine.run()
+        assert [request.tokens for request in requests] == wanted
+        if "tree" in settings["speculate"]:
+            assert sum(request.accepted_tokens for request in requests) > 0
+        else:  # sums of ranks have other rounding errors
+            assert len(drafts) / 2 < sum(draft in drafts for draft in found)
+        assert sum(request.cached_tokens or 0 for request in requests) >= (96 if count == 1 else 0)
+        engine.close()
 
 
 @pytest.mark.few(1)

@@ -11,6 +11,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.core import CopyBatch, KVCache
@@ -23,6 +25,7 @@ from kvloom.engine.parallel.messages import (
     CopyHost,
     CopyPages,
     LoadAdapter,
+    MoveTokens,
     ShareHost,
     Step,
     StepReader,
@@ -35,7 +38,7 @@ from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import divide_context, shard_model
 from kvloom.models.lora import LoraAdapter
-from kvloom.models.paged import Work
+from kvloom.models.paged import TokenMover, Work
 from kvloom.models.sharding import RankGroups, ranks_of, set_ranks
 
 CPU = torch.device("cpu")
@@ -71,7 +74,7 @@ class ThreadRanks:
         if ranks.weights is None:
             model = copy.deepcopy(self._model)
         else:
-            model = shard_model(self._model, ranks.weights)
+            model = shard_model(self._model, ranks.weights, whole_output=bool(self._config.head))
         if ranks.context is not None:
             divide_context(model, ranks, whole_output=bool(self._config.head))
         set_ranks(model, ranks)
@@ -87,7 +90,7 @@ class ThreadRanks:
             head = load_head(config.head, model) if config.head else None
             memory, adapters = allocate_kv_memory(model, config, head, slots), RankAdapters(slots)
             runner = self.runners[rank] = target_runner(model, memory, config, slots)
-            reader = StepReader(memory.cache)
+            reader, mover = StepReader(memory.cache), TokenMover(memory.cache, memory.buffer)
             self.pools[rank] = memory.buffer
             host = RankHost(
                 memory.layout,
@@ -104,6 +107,8 @@ class ThreadRanks:
                     host.run(message)
                 elif isinstance(message, LoadAdapter):
                     adapters.run(message)
+                elif isinstance(message, MoveTokens):
+                    mover.move(message.read())
                 elif isinstance(message, CopyPages):
                     source, target = message.page_ids
                     copy_pages(memory.buffer, message.page_stride, source, target)
@@ -123,6 +128,9 @@ class ThreadRanks:
 
     def copy(self, copies: CopyBatch) -> None:
         self._send(CopyPages.of(copies))
+
+    def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
+        self._send(MoveTokens.of(places))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         for message in adapter_messages(slot, adapter):

@@ -291,8 +291,6 @@ class EngineConfig:
         count = self.tensor_parallel
         if count == 1:
             return
-        if self.head:
-            raise ValueError(refused("tensor parallel, head", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("tensor parallel, elastic pool", count=count))
         if self.kv_scales != "dynamic":

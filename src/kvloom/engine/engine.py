@@ -908,7 +908,10 @@ class Engine:
         run first, because the block tables already contain the target pages of these copies."""
         self._apply_copies()
         rows, sources, targets = np.array(moved).T
-        self._token_mover.move(rows, sources, targets)
+        places = self._token_mover.places(rows, sources, targets)
+        if self.group is not None:
+            self.group.move_tokens(places)
+        self._token_mover.move(places)
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then run the pending copies inside the pool."""

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
@@ -41,6 +43,7 @@ from .messages import (
     CopyPages,
     Failed,
     FromRank,
+    MoveTokens,
     Prepare,
     RankStart,
     Ready,
@@ -237,6 +240,10 @@ class RankGroup:
     def copy(self, copies: CopyBatch) -> None:
         """Let all ranks copy pages inside their pools."""
         self._send(CopyPages.of(copies))
+
+    def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
+        """Let all ranks move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
+        self._send(MoveTokens.of(places))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         """Let all ranks load their parts of a LoRA adapter into a slot, before the next step."""

@@ -26,6 +26,7 @@ __all__ = [
     "Failed",
     "FromRank",
     "LoadAdapter",
+    "MoveTokens",
     "Prepare",
     "RankStart",
     "Ready",
@@ -115,6 +116,21 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return np.frombuffer(self.source, np.int64).copy(), np.frombuffer(self.target, np.int64).copy()
 
 
+class MoveTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Moves of accepted tokens of draft trees: the `places` of `TokenMover`, for each group of layers."""
+
+    places: list[bytes]
+
+    @classmethod
+    def of(cls, places: Many[Ints]) -> MoveTokens:
+        """Return the message of some places."""
+        return cls([each.tobytes() for each in places])
+
+    def read(self) -> list[Ints]:
+        """Return the places."""
+        return [np.frombuffer(each, np.int64).reshape(4, -1).copy() for each in self.places]
+
+
 class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Capture all CUDA graphs."""
 
@@ -146,7 +162,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     is_last: bool
 
 
-ToRank = Step | CopyPages | Prepare | ShareHost | CopyHost | LoadAdapter
+ToRank = Step | CopyPages | MoveTokens | Prepare | ShareHost | CopyHost | LoadAdapter
 
 _WORK_FIELDS = (
     *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),

@@ -28,6 +28,7 @@ from kvloom.engine.speculation import load_head
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import load
+from kvloom.models.paged import TokenMover
 from kvloom.models.sharding import RankGroups
 from kvloom.models.specs import ModelError
 
@@ -40,6 +41,7 @@ from .messages import (
     Failed,
     FromRank,
     LoadAdapter,
+    MoveTokens,
     RankStart,
     Ready,
     ShareHost,
@@ -118,7 +120,7 @@ def _serve(
     runner: ModelRunner,
     adapters: RankAdapters,
 ) -> None:
-    reader = StepReader(kv.cache)
+    reader, mover = StepReader(kv.cache), TokenMover(kv.cache, kv.buffer)
     host = RankHost(
         kv.layout,
         kv.buffer,
@@ -132,6 +134,8 @@ def _serve(
             runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
         elif isinstance(message, CopyPages):
             copy_pages(kv.buffer, message.page_stride, *message.page_ids)
+        elif isinstance(message, MoveTokens):
+            mover.move(message.read())
         elif isinstance(message, ShareHost | CopyHost):
             host.run(message)
         elif isinstance(message, LoadAdapter):

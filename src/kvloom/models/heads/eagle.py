@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvloom.models.loading import BUILDING
 from kvloom.models.paged import prepare
 from kvloom.models.specs import ModelError
 
@@ -107,8 +108,9 @@ def new_eagle_head(fields: dict[str, Any], target: Any, vocabulary: int) -> Eagl
     """Return a head with random weights on the CPU. `fields` are the fields of the head's config. `vocabulary` is
     the number of tokens that the head can propose."""
     text, weight = target.config.get_text_config(), target.get_output_embeddings().weight
-    model = _one_layer_model(fields, text, vocabulary, weight.dtype)
-    return EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), len(weight))
+    with BUILDING:
+        model = _one_layer_model(fields, text, vocabulary, weight.dtype)
+        return EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), len(weight))
 
 
 def load_eagle_head(folder: str, target: Any) -> EagleHead:

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvloom.models.loading import progress_bars
+from kvloom.models.loading import BUILDING, progress_bars
 from kvloom.models.paged import checkpoint_of, prepare
+from kvloom.models.sharding import whole_of
 from kvloom.models.specs import ModelError
 
 from .head import Head, States, collect_outputs, own_or_shared
@@ -93,7 +94,8 @@ def load_mtp_head(target: Any) -> MTPHead:
         raise ModelError(
             f"speculate mtp reads heads from a checkpoint, and {name} was not loaded from one"
         ) from None
-    config = _layer_config(target.config)
+    whole = whole_of(target)
+    config = _layer_config(target.config if whole is None else whole.config)
     tensors = read_tensors(folder, lambda key: _renamed(key, target.config.num_hidden_layers))
     missing = [key for key in _NEEDED if key not in tensors]
     if len(missing) == len(_NEEDED):
@@ -106,7 +108,7 @@ def load_mtp_head(target: Any) -> MTPHead:
     _set_experts(config, any(".mlp.experts." in key for key in tensors))
     embeddings, output = target.get_input_embeddings(), target.get_output_embeddings()
     weight = output.weight
-    with progress_bars(False):
+    with BUILDING, progress_bars(False):
         model, info = type(target).from_pretrained(
             None,
             config=config,

@@ -8,6 +8,7 @@ so that pages of different models are never mixed.
 
 from .fingerprint import model_fingerprint, vision_fingerprint
 from .loader import (
+    BUILDING,
     LoadFormat,
     choose_device,
     divide_context,
@@ -22,6 +23,7 @@ from .loader import (
 )
 
 __all__ = [
+    "BUILDING",
     "LoadFormat",
     "choose_device",
     "divide_context",

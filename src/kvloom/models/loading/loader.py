@@ -46,6 +46,7 @@ from .probe import examine
 from .quantisation import check_packages, prepare_quantisation, quantisation_method
 
 __all__ = [
+    "BUILDING",
     "LoadFormat",
     "choose_device",
     "divide_context",
@@ -63,7 +64,7 @@ LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
 _ALIGNMENT = 64
-_BUILDING = threading.Lock()
+BUILDING = threading.RLock()
 """Transformers changes torch's default dtype while it builds a model, so only one thread builds at a time."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -97,8 +98,8 @@ def load(
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
     one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. If the
-    ranks divide only the context, each of them gets the whole model. It then computes the logits of only a part of the
-    vocabulary, unless `whole_output` is set.
+    ranks divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
+    vocabulary, unless `whole_output` is set, which a draft head needs.
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
@@ -109,7 +110,7 @@ def load(
         _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
         if ranks is not None and ranks.weights is not None:
-            loaded = _shard(model, config, kind, where, load_format, seed, ranks.weights)
+            loaded = _shard(model, config, kind, where, load_format, seed, ranks.weights, whole_output)
         elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
@@ -320,7 +321,7 @@ def language_model_class(config: Any) -> tuple[Any, Any]:
 def _meta_model(cls: Any, config: Any) -> Any:
     """Return the model on the meta device, with its own copy of the config."""
     try:
-        with _BUILDING, torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             return cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
     except Exception as error:
         raise ModelError(f"{cls.__name__} cannot be built from its config: {_first_line(error)}") from error
@@ -445,26 +446,28 @@ def _shard(
     load_format: LoadFormat,
     seed: int,
     ranks: Ranks,
+    whole_output: bool,
 ) -> Any:
     """Return the part of a model that a rank computes. Weights of a checkpoint are read and cut one at a time. Random
     weights are first generated for the whole model, so that all ranks have parts of the same model."""
     if is_gguf(model) or quantisation_method(config) is not None:
         raise ModelError(f"{model}: {refused('tensor parallel, quantised weights')}")
     if load_format == "random":
-        return shard_model(_random(config, dtype, device, seed), ranks)
+        return shard_model(_random(config, dtype, device, seed), ranks, whole_output)
     cls, own = language_model_class(config)
     whole, part, cuts = _plan_shard(cls, own, ranks.shard)
     known = WholeModel(whole.config)
     with _cut_weights(cuts, known):
         loaded = _weights(model, part.config, dtype, device)
     set_whole(loaded, known)
-    install_collectives(loaded, whole, cuts, ranks)
+    install_collectives(loaded, whole, cuts, ranks, whole_output)
     return loaded
 
 
 @torch.no_grad()
-def shard_model(model: Any, ranks: Ranks) -> Any:
-    """Return the part of a loaded model that a rank computes, as a new model. Every rank must call this function.
+def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
+    """Return the part of a loaded model that a rank computes, as a new model. Each rank computes the logits of a part of
+    the vocabulary, or all logits with `whole_output`. Every rank must call this function.
     Raises ModelError if the model cannot be divided."""
     whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
     part.to_empty(device=next(model.parameters()).device)
@@ -475,7 +478,7 @@ def shard_model(model: Any, ranks: Ranks) -> Any:
         known.record(name, tensors[name].data)
         tensor.data = cuts.cut(name, tensors[name].data).clone()
     set_whole(part, known)
-    install_collectives(part, whole, cuts, ranks)
+    install_collectives(part, whole, cuts, ranks, whole_output)
     return part.eval().requires_grad_(False)
 
 

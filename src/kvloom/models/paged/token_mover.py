@@ -10,6 +10,8 @@ are therefore the same as without speculation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,21 +38,27 @@ class TokenMover:
             first = views[group.layers[0]].fields.values()
             self._fields.append((group, [_all_layers(field, group) for field in first]))
 
-    def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
-        """Copy tokens inside their sequences, all at once. Token i moves from index `sources[i]` to index
-        `targets[i]` of the sequence in row `rows[i]` of the block tables. Does not wait for the device. The number
-        of launches does not depend on the number of layers."""
+    def places(self, rows: Ints, sources: Ints, targets: Ints) -> list[Ints]:
+        """Return the places of tokens that move inside their sequences, for each group of layers: the pages and the
+        indices in them before the move, and the same after it. Token i moves from index `sources[i]` to index
+        `targets[i]` of the sequence in row `rows[i]` of the block tables."""
         block = self._cache.block_tokens
         tables = self._cache.page_tables
-        for group, fields in self._fields:
+        found = []
+        for group, _ in self._fields:
             columns = np.arange(group.column, group.column + group.runs)[:, None]
             parts = []
             for tokens in (sources, targets):
                 parts.append(tables[columns, rows, tokens // block].reshape(-1))
                 parts.append(np.tile(tokens % block, group.runs))
-            from_page, from_place, to_page, to_place = upload(
-                np.stack([part.astype(np.int64) for part in parts]), self._device
-            )
+            found.append(np.stack([part.astype(np.int64) for part in parts]))
+        return found
+
+    def move(self, places: Sequence[Ints]) -> None:
+        """Copy tokens, all at once. `places` is a result of `places`, here or on another rank. Does not wait for the
+        device. The number of launches does not depend on the number of layers."""
+        for (_, fields), group_places in zip(self._fields, places, strict=True):
+            from_page, from_place, to_page, to_place = upload(group_places, self._device)
             for field in fields:
                 field[to_page, :, to_place] = field[from_page, :, from_place]
 

@@ -68,9 +68,9 @@ def set_ranks(model: Any, ranks: RankGroups) -> None:
     vars(model)["ranks"] = ranks
 
 
-def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> None:
-    """Put sums and gathers into a loaded `model`. `whole` is the model without cuts, on the meta device. Every rank
-    must call this function."""
+def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks, whole_output: bool = False) -> None:
+    """Put sums and gathers into a loaded `model`. `whole` is the model without cuts, on the meta device. With
+    `whole_output`, every rank computes all logits. Every rank must call this function."""
     for name, module in list(model.named_modules()):
         if (axes := cuts.ranges.get(f"{name}.weight")) and _is_linear(module):
             every = whole.get_submodule(name)
@@ -85,7 +85,8 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks) -> Non
                 module.identity_expert = _Zero()
         elif cuts.axes(f"{name}.weight") and _spans_ranks(module, whole.get_submodule(name)):
             _gather_norm(module, whole.get_submodule(name), ranks)
-    split_head(model, ranks)
+    if not whole_output:
+        split_head(model, ranks)
 
 
 def _is_linear(module: Any) -> bool:
