@@ -15,7 +15,7 @@ import torch
 
 from kvloom.core import CacheControl
 from kvloom.engine import Engine, Request, SamplingParams, default_token_budget
-from kvloom.engine.execution import uncollected
+from kvloom.engine.execution import capturable
 from kvloom.engine.scheduling import lookahead
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
@@ -341,9 +341,9 @@ def fill(engine: Engine, first: int, count: int) -> None:
 
 def test_garbage_collection_is_off_during_a_capture() -> None:
     assert gc.isenabled()
-    with uncollected():
+    with capturable(torch.device("cpu")):
         assert not gc.isenabled()
-        with uncollected():
+        with capturable(torch.device("cpu")):
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -359,3 +359,14 @@ def test_offline_token_budget_needs_a_large_gpu(monkeypatch: pytest.MonkeyPatch)
     assert default_token_budget(torch.device("cuda")) is None
     Device.total_memory = 80 << 30
     assert default_token_budget(torch.device("cuda")) == 16384
+
+
+def test_scalars_of_modeling_code_are_created_on_the_device_of_a_capture() -> None:
+    """The meta device has no numbers, so a tensor copied from the host would still be on the CPU."""
+    with capturable(torch.device("meta")):
+        made = [torch.tensor(0.5), torch.tensor(2), torch.tensor(True), torch.tensor(3, dtype=torch.float16)]
+        rows = torch.tensor([1.0])
+    assert [(each.device.type, each.dtype, each.dim()) for each in made] == [
+        ("meta", dtype, 0) for dtype in (torch.float32, torch.int64, torch.bool, torch.float16)
+    ]
+    assert rows.device.type == "cpu"

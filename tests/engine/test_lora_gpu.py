@@ -27,8 +27,8 @@ NAMES = (None, "a0", "a1", "a2") * 3
 class Adapters:
     """A base model on the GPU, three adapters, and the merged models."""
 
-    def __init__(self, folder: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
-        self.base = made(family, dtype)
+    def __init__(self, folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+        self.base = made(family, dtype, **changes)
         self.paths: dict[str, str] = {}
         self.models: dict[str | None, Any] = {None: self.base}
         for place in range(3):
@@ -112,7 +112,7 @@ def test_speculation(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, tmp_path: Path) -> None:
-    own, prompts = Adapters(tmp_path, "llama", dtype), prompts_of(1, SIZES)
+    own, prompts = Adapters(tmp_path, "llama", dtype, hidden_size=256, head_dim=64), prompts_of(1, SIZES)
     engine = own.engine(batch_invariant=True)
     asked = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
     together = [engine.add(p, asked, lora=name) for p, name in zip(prompts, NAMES, strict=True)]

@@ -44,6 +44,27 @@ def test_norms_of_heads_that_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((5, 96), 0), ((3, 2, 64), 0), ((3, 2, 64), 2), ((2, 3, 4, 32), 0), ((2, 3, 4, 32), 4), ((0, 8), 0)],
+)
+def test_gated_norms(shape: tuple[int, ...], groups: int, order: fused.GateOrder, dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype)
+    gate = randn(*shape[:-1], 3 * shape[-1], seed=2, dtype=dtype)[..., shape[-1] : 2 * shape[-1]]
+    weight = randn(*([groups] if groups else []), shape[-1], seed=1, dtype=dtype)
+    wanted = fused.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-6, order).to(DEVICE)
+    found = triton_operations.gated_rms_norm(x, gate, weight, 1e-6, order == "first")
+    close(found, wanted, slack=16)
+
+
+def test_gated_norms_that_do_not_fit() -> None:
+    for x, gate, weight in ((4, 4, 5), (4, 5, 4)):
+        with pytest.raises(ValueError, match="do not fit together"):
+            fused.gated_rms_norm(randn(2, x), randn(2, gate), randn(weight), 1e-6, "first")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(5, 96), (1, 3, 6000), (0, 8)])
 def test_gates(shape: tuple[int, ...], activation: fused.Activation, dtype: torch.dtype) -> None:

@@ -87,6 +87,27 @@ def test_tokens_go_through_the_experts_they_chose(
     assert far(found, exact) < bound
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adds", [False, True])
+def test_gated_outputs_of_shared_experts_are_part_of_the_sum(adds: bool, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    tokens, picked, dim = 5, 3, 72
+    parts, shared, rest = (
+        torch.randn(rows, dim, generator=draw).to(dtype) for rows in (tokens * picked, tokens, tokens)
+    )
+    weights, gates = (torch.randn(tokens, n, generator=draw).to(dtype) for n in (picked, 1))
+    exact = (parts.double().view(tokens, picked, dim) * weights[..., None].double()).sum(1)
+    exact += gates.double().sigmoid() * shared.double() + (rest.double() if adds else 0)
+    bound = 2e-6 if dtype == torch.float32 else 2e-2
+    into = rest.clone() if adds else None
+    assert far(sum_outputs(parts, weights, dtype, into, (shared, gates)), exact) < bound
+    into = rest.to(DEVICE) if adds else None
+    moved = [part.to(DEVICE) for part in (parts, weights, shared, gates)]
+    assert far(triton_moe.sum_parts(*moved[:2], into, (moved[2], moved[3])), exact) < bound
+    with pytest.raises(ValueError, match="one per token"):
+        sum_outputs(parts, weights, dtype, None, (shared, gates[1:]))
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize(("pairs", "chunk"), [(1, 16), (50, 64), (200, 32), (129, 16)])
 def test_pairs_are_put_into_tiles_of_one_expert_each(pairs: int, chunk: int, rows: int) -> None:

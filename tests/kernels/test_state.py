@@ -13,7 +13,13 @@ import torch
 from torch.nn import functional
 
 from kvloom.kernels import state
-from kvloom.kernels.state import STEP_TOKENS, StateRows, reference as state_reference
+from kvloom.kernels.state import (
+    STEP_TOKENS,
+    ColumnRuns,
+    DeltaGates,
+    StateRows,
+    reference as state_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = {"x", "dt", "b", "c", "z", "q", "k", "v", "g", "beta", "log_decay"}
@@ -723,6 +729,62 @@ def test_triton_on_random_shapes(name: str, seed: int) -> None:
         },
     }
     test_triton_is_the_plain_path(name, options[name], lengths)
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 1], [40, 1, 0, 18]], ids=case_name)
+def test_triton_reads_channels_where_they_are(lengths: list[int]) -> None:
+    """A convolution over columns that other columns divide, against one over a copy of its columns."""
+    triton_conv = pytest.importorskip("kvloom.kernels.state.triton_conv")
+    torch.manual_seed(3)
+    rows, count = rows_of(lengths)
+    wide = torch.randn(sum(lengths), 200, device=DEVICE)
+    runs = ColumnRuns(torch.tensor([144, 16, 96], dtype=torch.int32, device=DEVICE), 32)
+    weight, bias = torch.randn(96, 4, device=DEVICE), torch.randn(96, device=DEVICE)
+    states = move(pages(count, (96, 4), torch.float32))
+    after, columns = states.clone(), [*range(144, 176), *range(16, 48), *range(96, 128)]
+    expected = state_reference.causal_conv(wide[:, columns], weight, bias, True, after, rows)
+    same(triton_conv.causal_conv(wide, weight, bias, True, states, rows, runs), expected, 2e-4)
+    same(states, after, 2e-4)
+    with pytest.raises(ValueError, match="3 runs of 16 columns do not have the 96 channels"):
+        state.causal_conv(wide, weight, states, rows, bias, True, ColumnRuns(runs.first, 16))
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 1], [70, 1, 0, 18]], ids=case_name)
+def test_triton_computes_the_gates_of_a_delta_rule(lengths: list[int]) -> None:
+    triton_delta = pytest.importorskip("kvloom.kernels.state.triton_delta")
+    torch.manual_seed(4)
+    (rows, count), tokens, keys, each = rows_of(lengths), sum(lengths), 2, 3
+    p = {k: move(v, torch.float32) for k, v in delta_arguments(tokens, keys, keys * each).items()}
+    inputs = torch.randn(tokens, keys, 2 * each, device=DEVICE)  # of beta and of the decay, side by side
+    p["beta"], p["g"] = inputs[..., :each], inputs[..., each:]
+    gates = DeltaGates(*torch.randn(2, keys * each, device=DEVICE))
+    states = move(pages(count, RULES["delta"].shape(p), torch.float32))
+    after = states.double()
+    g = -gates.a_log.exp() * functional.softplus(p["g"].flatten(1) + gates.dt_bias)
+    plain = p | {"g": g, "beta": p["beta"].flatten(1).sigmoid()}
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in plain.items()}
+    expected = RULES["delta"].reference(exact, after, rows)
+    found, wanted = state_reference.delta_gates(p["g"], p["beta"], gates), (plain["g"], plain["beta"])
+    torch.testing.assert_close(found, wanted)
+    same(triton_delta.delta_rule(*p.values(), states, rows, gates), expected, 2e-4)
+    same(states, after, 2e-4)
+    with pytest.raises(ValueError, match="gates need their inputs g and beta"):
+        state.delta_rule(p["q"], p["k"], p["v"], None, p["beta"], states, rows, gates=gates)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_triton_inverts_chunks_of_short_and_long_keys(dim: int) -> None:
+    """Long keys in bf16 have their own kernel."""
+    triton_delta = pytest.importorskip("kvloom.kernels.state.triton_delta")
+    torch.manual_seed(6)
+    rows, count = rows_of([70, 1, 64])
+    p = {k: move(v, torch.bfloat16) for k, v in delta_arguments(135, 1, 2, dim, dim).items()}
+    states = move(pages(count, RULES["delta"].shape(p), torch.float32))
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in p.items()}
+    after = states.double()
+    expected = RULES["delta"].reference(exact, after, rows)
+    assert distance(triton_delta.delta_rule(*p.values(), states, rows), expected) < 0.01
+    assert distance(states[1:], after[1:]) < 0.01
 
 
 # What is refused, before anything runs.

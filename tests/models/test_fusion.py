@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvloom.engine import SamplingParams
 from kvloom.models.fusion import fuse
-from kvloom.models.fusion.modules import _FusedNorm
+from kvloom.models.fusion.delta_mixer import FusedDeltaMixer
+from kvloom.models.fusion.modules import _FusedGatedNorm, _FusedNorm
+from tests.engines import make_engine
 
 from .test_attention import tiny
+from .zoo import NEW, expected, tiny as tiny_model
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -38,6 +42,38 @@ def test_a_model_is_the_same_with_its_modules_fused(
     assert found == (norms, gates, projections, layers)
     torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
     assert not fuse(model), "again there is nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "mixers"),
+    [
+        ("qwen3_next", {"linear_key_head_dim": 16, "linear_value_head_dim": 32}, 3),
+        (
+            "qwen3_next",
+            {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            0,
+        ),  # too narrow for the kernels
+        ("qwen3_5_text", {}, 3),
+        ("bamba", {}, 0),
+        ("falcon_h1", {"mamba_rms_norm": True}, 0),
+    ],
+)
+def test_recurrent_layers_are_the_same_with_their_modules_fused(
+    family: str, changes: dict[str, Any], mixers: int
+) -> None:
+    model = tiny_model(family, **changes)
+    prompts = [[5 + i * j % 50 for i in range(length)] for j, length in ((3, 70), (7, 4))]
+    wanted = expected(model, prompts)
+    engine = make_engine(model, 16 << 20, token_budget=48)
+    greedy = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, greedy) for prompt in prompts]
+    engine.run()
+    assert [[*request.prompt, *request.output] for request in requests] == wanted
+    forwards = [getattr(module, "packed_forward", None) for module in model.modules()]
+    assert sum(isinstance(each, FusedDeltaMixer) for each in forwards) == mixers
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
+    assert norms
+    assert all(isinstance(norm.forward, _FusedGatedNorm) for norm in norms)
 
 
 def test_layers_that_add_otherwise_stay_as_they_are() -> None:

@@ -42,8 +42,8 @@ a session."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt that is sent `idle` seconds after the previous answer. After its answer, all `branches` run in
-    parallel. The session continues when they have ended."""
+    """A prompt that is sent `idle` seconds after the previous answer. After the answer to this prompt, all `branches`
+    run in parallel. The session continues when the branches have ended."""
 
     idle: float
     prompt: str

@@ -238,8 +238,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
     """Return a lower bound, in microseconds, for one decode step of `batch` sequences that share a prefix of `prefix`
-    tokens. Each also has `own` tokens alone. The bound is the sum of the times for the prefix and for the other tokens.
-    Each of these two times is the time to read bytes or the time to compute FLOPs, whichever is longer.
+    tokens. Each sequence also has `own` tokens that no other sequence has. The bound is the sum of the times for the
+    prefix and for the other tokens. Each of these two times is the time to read bytes or the time to compute FLOPs,
+    whichever is longer.
     """
 
     def part(tokens_read: int, pairs: int) -> float:

@@ -75,7 +75,7 @@ class _Recorder(EmptyCache):
 
 
 class _Blend(EmptyCache):
-    """Replaces K and V of some tokens by those of documents that were computed alone."""
+    """Replaces the K and V of some tokens by the K and V of documents that were computed alone."""
 
     def __init__(self, parts: list[Alone], computed: torch.Tensor) -> None:
         self._parts, self._computed = parts, computed
@@ -115,8 +115,10 @@ def blended_logits(
 def chosen(
     ids: torch.Tensor, alone: list[Alone], whole_prompt: _Recorder, share: float, rule: str
 ) -> torch.Tensor:
-    """Return which tokens of a prompt are computed, as booleans. `whole_prompt` has the K and V of the prompt if all its
-    tokens are computed."""
+    """Return a mask of the tokens of a prompt that are computed. The other tokens are reused. `share` is the share of a
+    document's tokens that is computed, and `rule` selects these tokens. `whole_prompt` has the K and V of the prompt
+    without reuse.
+    """
     computed = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for start, end, own in alone:
         count = math.ceil(share * (end - start))
@@ -235,8 +237,8 @@ def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[d
 
 
 def first_token_seconds(engine: Engine, case: Case) -> float:
-    """Return the time to first token of a case. If the engine reuses documents, they are cached before. On a CPU, return
-    the CPU time of the process, so that other processes do not change it."""
+    """Return the time to first token of a case, in seconds. If the engine reuses documents, the documents are cached
+    before the measurement. On a CPU, return the CPU time of the process, so that other processes do not change it."""
     clock = time.perf_counter if engine.device.type == "cuda" else time.process_time
     params = SamplingParams(max_tokens=1, temperature=0)
     documents = tuple(case.spans) if engine.config.reuse_documents is not None else ()

@@ -75,7 +75,7 @@ def _replay(call: Call, times: int) -> float:
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
     """Return the microseconds of each call. The calls alternate. In each of `rounds` rounds, each call runs `times`
-    times, and the median of these times is its result. The smallest result over all rounds is returned.
+    times. The result of a call is the smallest of its `rounds` medians.
     """
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)

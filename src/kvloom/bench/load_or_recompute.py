@@ -71,8 +71,8 @@ class SimulatedDevice:
 
     @staticmethod
     def seconds(tokens: int, position: int) -> float:
-        """Return the seconds of a step that computes `tokens` tokens from a position on. With full steps, a prompt
-        of PROMPT tokens takes SECONDS in total."""
+        """Return the simulated seconds of a step that computes `tokens` tokens from `position` on. The speed is set so
+        that a prompt of PROMPT tokens, in full steps, takes SECONDS."""
         steps = PROMPT // BUDGET
         each = (SECONDS - steps * BASE) / PROMPT
         middle = (position + tokens / 2) / PROMPT - 0.5

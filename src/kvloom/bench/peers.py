@@ -264,12 +264,10 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Return the positions at which vLLM's scheduler ends prefill steps, for a prompt that resumes at `start`. The
-        prompt would otherwise fit into one step.
-
-        A model without states needs one step. With states, vLLM also ends a step at three other positions, because
-        states are cached only at the end of a step: the next block boundary after a hit, the last block boundary of the
-        prompt, and the last hash boundary of the prompt.
+        """Return the positions at which vLLM's scheduler ends prefill steps, for a prompt that resumes at `start` and
+        fits into one step. A model without states needs one step. With states, vLLM also ends steps at the next block
+        boundary after a hit, at the last block boundary of the prompt, and at the last hash boundary of the prompt.
+        vLLM does this because states are cached only at the end of a step.
         """
         if not self.stateful:
             return [tokens]

@@ -76,7 +76,7 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens`, in which each page counts once. `tokens[i]` belongs to `pages[i]`. If a page occurs
+    """Return the sum of `tokens[i]` over all distinct pages, where `tokens[i]` belongs to `pages[i]`. If a page occurs
     several times, its smallest number counts. Page 0 (no page) does not count."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
@@ -85,8 +85,8 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Measures the waste at the time when the most pages are in use. The waste changes a lot if many blocks become full
-    in the same step. The result is therefore the mean of several samples near this time.
+    """Measures the waste when the most pages are in use. The waste changes a lot if many blocks become full in the same
+    step, so the result is the mean of several samples around this moment.
     """
 
     SHARE = 0.01

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def _turns(
 def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import vllm
 
+    if find_spec("flashinfer") is None and "gdn_prefill_backend" in signature(vllm.EngineArgs).parameters:
+        how = {"gdn_prefill_backend": "triton", **how}  # else models with a delta rule need FlashInfer
     begin = time.perf_counter()
     llm = vllm.LLM(**how)
     return llm, {"start_s": time.perf_counter() - begin, "version": vllm.__version__}

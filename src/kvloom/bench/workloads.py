@@ -120,10 +120,9 @@ class Workload:
         return replace(self, output=1)
 
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
-        """Return the conversations of one round.
-
-        Conversations of different rounds or workloads have different tokens. Only the prefixes of a warm workload are
-        the same as those of the cold workload in the same round."""
+        """Return the conversations of one round. Conversations of different rounds or workloads have different tokens.
+        Exception: a warm workload has the same prefixes as the cold workload of the same round.
+        """
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()

@@ -81,10 +81,10 @@ class Allocator:
         """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
         missing pages, or 0 on success.
 
-        The allocator first checks whether eviction can free enough bytes. If eviction cannot free enough, usually
-        nothing is evicted. The check counts bytes, but the pool needs whole slabs. If slabs have several pages, the
-        check may therefore succeed although too few slabs can become free. In this case, some pages are evicted before
-        the call fails. `Accounts.victim` decides from which tenants pages may be evicted.
+        The allocator first checks whether eviction can free enough bytes. If the check fails, nothing is evicted. The
+        check counts bytes, but the pool needs whole slabs. If slabs have several pages, the check may succeed although
+        too few slabs can become free. In this case, some pages are evicted before the call fails. `Accounts.victim`
+        decides from which tenants pages may be evicted.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -143,7 +143,7 @@ class Allocator:
                 break
             if (
                 victim.used <= victim.in_use
-            ):  # all pages of the account are in use or in transfer, so an eviction would free none
+            ):  # an eviction would free no page: all pages of the account are in use or in transfer
                 break
             few = min(slabs, -(-left // self._slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):
@@ -197,9 +197,9 @@ class Allocator:
         """Return `needs` plus, for each size class, the number of cached pages that cannot be evicted now. Called only
         when the pool is nearly full.
 
-        Such pages exist where a node ends inside a block. Each child of the node then has its own copy of this block's
-        pages. A sequence that uses a child reads the child's copy, so the node's own pages of the block are only
-        cached. They cannot be evicted, because a node with a child in use stays in the tree.
+        Such pages exist where a node ends inside a block. Each child of the node has its own copy of this block's
+        pages, and sequences read the copy of the child. The node's pages of the block are therefore cached and not in
+        use. They cannot be evicted while a child is in use, because the node then stays in the tree.
         """
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
@@ -235,7 +235,7 @@ class Allocator:
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
         """Return how many slabs to evict from `victim` for `requester`: at most `slabs`, and at least 1. If `victim` is
-        not `requester`, the memory within its guaranteed share is left out."""
+        another account than `requester`, memory within the guaranteed share of `victim` does not count."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.counted - victim.guaranteed) // self._slab_bytes)))
@@ -333,7 +333,7 @@ class Allocator:
                 tree.requeue(parent, now)
                 return
             end = resume
-            if tree.needs_checkpoints:  # the remaining part may not be resumable
+            if tree.needs_checkpoints:  # no prompt may be able to resume in the remaining part
                 resume = tree.last_resume(node)
         tree.requeue(node, now)
 
@@ -350,5 +350,5 @@ class Allocator:
 
 
 def _newest(node: Node) -> float:
-    """Sort key by which the node that was used last comes first."""
+    """Return a sort key. The most recently used node comes first."""
     return -node.last_used

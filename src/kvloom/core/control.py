@@ -80,7 +80,7 @@ class CheckpointPolicy:
     | field          | a checkpoint is taken                                                                   |
     |----------------|-----------------------------------------------------------------------------------------|
     | `prompt_end`   | at the end of the prompt                                                                |
-    | `before_last`  | one token before the end of the prompt, in place of the one of `prompt_end`. Only if the  |
+    | `before_last`  | one token before the end of the prompt, instead of at `prompt_end`. Only if the         |
     |                | prompt is longer than a block                                                           |
     | `turn_end`     | when the sequence closes                                                                |
     | `branch`       | at the first token of the prompt that differs from the tokens in the tree               |

@@ -304,10 +304,9 @@ class KVCache:
         return coldable_pages(self.state, seq, most)
 
     def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
-        """Make the next blocks of a sequence cold, and release their pages in the pool. `run` contains the pages in
-        host memory to which the caller has copied these blocks.
-
-        From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
+        """Make the next blocks of a sequence cold, and release their pages in the pool. The caller has already copied
+        these blocks to the pages `run` in host memory. From now on the sequence publishes no blocks, and attention must
+        read the cold blocks from host memory."""
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:

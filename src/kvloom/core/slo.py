@@ -292,7 +292,8 @@ class SloAdmission:
         self._horizon = FIRST_HORIZON
         self._margins = [1.0, 1.0]  # the margins of TTFT and TBT
         self._rows = self._delay = (
-            0.0  # recent number of decoding requests, and the seconds that prompts in their steps took
+            # Recent sums over steps: decoding requests, and decoding requests times the seconds of prompts.
+            0.0
         )
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
         """Histograms of actual time divided by predicted time, for admitted requests."""
@@ -328,9 +329,8 @@ class SloAdmission:
         step, token, row, position, pair = self.times.coefficients
         budget = max(1, backlog.token_budget)
         time, steps, tokens = backlog.step_seconds, 0.0, 0
-        rows: list[tuple[float, float]] = [
-            (one.left, one.context) for one in backlog.decoding
-        ]  # the step in which each request ends, and its context at step 0
+        # For each request: the step in which it ends, and its context at step 0.
+        rows: list[tuple[float, float]] = [(one.left, one.context) for one in backlog.decoding]
         heapq.heapify(rows)
         context = float(sum(one.context for one in backlog.decoding))
 
@@ -367,7 +367,7 @@ class SloAdmission:
         tbt = step + row * (len(rows) + 1) + position * (context + len(rows) * steps + own.context)
         alone = math.ceil(own.tokens / budget) * step + token * own.tokens + pair * own.pairs
         if not backlog.prompts and not backlog.decoding and not backlog.step_seconds and not backlog.behind:
-            time = max(alone, own.load_seconds)  # without rounding
+            time = max(alone, own.load_seconds)  # exact, without rounding to whole steps
         return Prediction(
             time * self._margins[0],
             (tbt + self.prompt_delay) * self._margins[1],

@@ -3,9 +3,10 @@
     load(name, path) ──▶ weights in host memory ──▶ make_resident: a slot on the device, when a request starts
     unload(name)     ──▶ no new requests; requests that were added before keep the adapter until they finish
 
-An adapter is identified by the digest of its config and weights. The digest salts block hashes in every tier. Another
-version under the same name therefore never hits pages of the old version, and the same version hits its pages again.
-If all slots are taken, the adapter that was used longest ago loses its slot.
+An adapter is identified by the digest of its config and weights. The digest salts block hashes in every tier. Requests
+with a new version of an adapter therefore never hit pages of the old version, even under the same name. If the old
+version is loaded again, its requests hit its pages again. If all slots are taken, the adapter that was used longest ago
+loses its slot.
 """
 
 from __future__ import annotations
@@ -85,11 +86,16 @@ class AdapterTable:
         targets: Sequence[str],
         mirror: AdapterMirror | None = None,
     ) -> None:
-        """Read the `given` adapters (folders by name), and prepare `slots` slots for adapters of up to rank `rank`.
-        `slots` 0 means one slot for each given adapter. `rank` None means the largest rank of the given adapters.
-        `targets` are names of linear layers, as in `AdapterSlots`. `mirror` are the other ranks. Raises AdapterError for an adapter that cannot be
-        read. Call `check_all` after the model's first step, because only this step shows which layers adapters can
-        change."""
+        """Read the `given` adapters (folders by name), and prepare slots. Raises AdapterError for an adapter that
+        cannot be read.
+
+        - `slots`: number of slots. 0 means one slot for each given adapter.
+        - `rank`: largest rank of an adapter. None means the largest rank of the given adapters.
+        - `targets`: names of linear layers, as in `AdapterSlots`.
+        - `mirror`: the other ranks of a tensor-parallel group.
+
+        Call `check_all` after the model's first step, because only this step shows which layers adapters can change.
+        """
         read = {name: read_adapter(path) for name, path in given.items()}
         if rank is None:
             rank = max((one.rank for one in read.values()), default=DEFAULT_RANK)

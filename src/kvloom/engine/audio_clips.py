@@ -36,9 +36,9 @@ def wav_seconds(data: bytes) -> float:
 
 
 def clip_samples(clip: Any, rate: int) -> Samples:
-    """Return the samples of a clip, between -1 and 1, as one channel with `rate` samples per second. `clip` is the bytes
-    of a WAV file, or (samples, rate) with samples of one channel, or of [channels, samples]. Raises ValueError for
-    others."""
+    """Return the samples of a clip, between -1 and 1, as one channel with `rate` samples per second. `clip` is the
+    bytes of a WAV file, or a pair (samples, rate). These samples are one channel, or an array [channels, samples].
+    Raises ValueError for anything else."""
     if isinstance(clip, bytes | bytearray | memoryview):
         samples, own = _decoded(bytes(clip))
     elif isinstance(clip, Sequence) and len(clip) == 2 and isinstance(clip[1], int) and clip[1] > 0:
@@ -73,7 +73,7 @@ def _opened(data: bytes) -> wave.Wave_read:
 
 
 def _frames(file: wave.Wave_read, data: bytes) -> int:
-    """Return how many frames a file has. The header of a recorded stream may state more."""
+    """Return how many frames a file really contains. The header of a recorded stream may state a larger number."""
     return min(file.getnframes(), len(data) // (file.getsampwidth() * file.getnchannels()))
 
 

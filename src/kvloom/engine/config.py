@@ -39,8 +39,8 @@ class OffloadConfig:
     """Settings for loading pages from tiers."""
 
     load: LoadRule = "auto"
-    """"auto" loads or recomputes pages, whichever is faster. "always" waits for every page that a tier has. "never"
-    only stores pages.
+    """"auto" loads pages if this is faster than recomputing them. "always" loads every page that a tier has. "never"
+    loads no page, but still stores pages in tiers.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
     """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time that
@@ -64,8 +64,8 @@ class EngineConfig:
     """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
-    """Bytes of the page pool. None means 1 GiB on a CPU. On a GPU, it means the part of `memory_fraction` that
-    weights and steps do not need."""
+    """Bytes of the page pool. None means 1 GiB on a CPU. On a GPU, None means the rest of `memory_fraction` after
+    weights and steps."""
     max_pool_bytes: int | None = None
     """Largest size in bytes of an elastic pool, which grows and shrinks while serving. None means that the pool keeps
     its size.
@@ -73,8 +73,7 @@ class EngineConfig:
     min_pool_bytes: int | None = None
     """Smallest size of an elastic pool in bytes. None means an eighth of its first size."""
     keep_free: int = 1 << 30
-    """Bytes of device memory that an elastic pool leaves to other processes. The pool shrinks when other processes
-    need more."""
+    """Bytes of device memory that an elastic pool leaves to other processes. If less is free, the pool shrinks."""
     idle_seconds: float = 30.0
     """An elastic pool unmaps slabs without pages after this many seconds without a request."""
     memory_fraction: float = 0.9
@@ -140,9 +139,9 @@ class EngineConfig:
     """Bytes of the pool for public prefixes, which all tenants share (`CacheControl.public_tokens`). 0 refuses requests
     that mark a public prefix."""
     reuse_documents: float | None = None
-    """Share of each document's tokens that a request computes, from 0 to 1. The K and V of its other tokens are copied
-    from another place. Answers are then approximate. None computes documents like any other text. Requests mark documents
-    (`CacheControl.documents`)."""
+    """Share of each document's tokens that a request computes itself, from 0 to 1. The K and V of the other tokens are
+    copied from an earlier computation of the document, so answers are approximate. None computes documents like any
+    other text. Requests mark documents (`CacheControl.documents`)."""
     tiers: Sequence[str | OpenTier] = ()
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)

@@ -2,10 +2,10 @@
 
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
-On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
-The tokens stay on the device as input of the next step. If a token of the previous step finishes a request, the next
-step computes one token too many for this request. This token is dropped. Prompts are token ids. Only one thread at a
-time may call the engine. The model must be on its device.
+On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`). The
+tokens stay on the device as input of the next step. If a request finishes in the previous step, the next step still
+computes one more token for it, which is dropped. Prompts are token ids. Only one thread at a time may call the engine.
+The model must be on its device.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Engine:
         tokenizer: Any = None,
         group: RankGroup | None = None,
     ) -> None:
-        """Allocate the pool and open the tiers. With several ranks, `model` is that of rank 0, and `group` has the
-        other ranks. The engine closes the group. Raises ValueError for settings that cannot be combined."""
+        """Allocate the pool and open the tiers. With several ranks, `model` is the part of rank 0, and `group` has the
+        other ranks. `close` also closes the group. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
         if config.tensor_parallel > 1 and group is None:
             raise ValueError(refused("tensor parallel, loaded model", count=config.tensor_parallel))
@@ -139,7 +139,7 @@ class Engine:
         draft = None
         if config.draft_model or config.head:
             draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
-        # Before the weights are fused.
+        # Must run before the weights are fused.
         image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
         self.adapters = open_adapters(model, config, group)
         """The LoRA adapters. None if they are not configured."""
@@ -403,7 +403,7 @@ class Engine:
             media = media if activation is None else (*media, activation)
             control = replace(control, public_tokens=self.cache.public_length(control, len(ids), media))
         prompt_array = ids.astype(np.int32, copy=False)
-        # The requests that compute its documents come before it.
+        # The requests that compute its documents get the numbers before it.
         order = self._request_count + (len(control.documents) if self.scheduler.documents is not None else 0)
         request = Request(
             order,
@@ -453,8 +453,8 @@ class Engine:
         return request
 
     def _add_documents(self, request: Request) -> None:
-        """Queue requests that compute the documents of a new request, unless they are cached or are already being
-        computed. The request waits for them."""
+        """Queue a request for each document of a new request that is neither cached nor already being computed. The new
+        request waits for these requests."""
         reuse = self.scheduler.documents
         if reuse is None or not request.documents or request.finish_reason is not None:
             return
@@ -466,7 +466,8 @@ class Engine:
                     self._request_count + place, tuple(ids.tolist()), params, control, request.priority,
                     prompt_array=ids, adapter=request.adapter, is_document=True,
                 )  # fmt: skip
-                with suppress(ValueError):  # a document that can never run alone is computed in its place
+                # A document that cannot run alone is computed as part of the prompt.
+                with suppress(ValueError):
                     self.scheduler.add(document)
                     reuse.set_computing(key, document)
                     request.awaited.append(document)
@@ -559,8 +560,8 @@ class Engine:
         return [i for i in needed if store is None or not store.has(images[i])]
 
     def _with_known_lossy(self, control: CacheControl) -> CacheControl:
-        """Return `control`, with `lossy` set to False if no tier re-encodes pages. Lossy requests have separate block
-        hashes, so this lets all requests share pages."""
+        """Return `control`, with `lossy` set to False if no tier re-encodes pages. Requests with `lossy` have separate
+        block hashes. Without such a tier, all requests can share pages."""
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             return replace(control, lossy=False)
         return control
@@ -812,7 +813,7 @@ class Engine:
             raise
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
-        self._apply_copies()  # finished forks retain pages until their copies are made
+        self._apply_copies()  # frees pages that finished forks retain until their copies have run
         proposed: dict[int, Draft] = {}
         if self.speculation is not None:
             proposed = self.speculation.propose(self.scheduler.running)
@@ -872,8 +873,8 @@ class Engine:
                 rows_to_sample, counts = draft_positions(requests, drafts)
             with self.runner.numerics:
                 sampled = self.sampler.choose(logits, rows_to_sample, counts)
-            if not speculates:  # otherwise the next step waits for the tokens
-                running = min(len(requests), self.runner.rows)  # requests after these have no next step
+            if not speculates:  # with speculation, the next step waits for the tokens
+                running = min(len(requests), self.runner.rows)  # only these can be part of the next step
                 self.runner.chosen[:running] = sampled.tokens[:running]
         return InflightStep.create(
             work,
@@ -889,8 +890,8 @@ class Engine:
     def _run_model(
         self, works: Many[Work], wanted: Many[int], whole: Many[int], pooled: Many[int]
     ) -> torch.Tensor:
-        """Run the model on the work of a step. If this fails on rank 0, the other ranks may be inside the step, so
-        the group cannot continue."""
+        """Run the model on the work of a step. If it fails, stop the group of ranks, because other ranks may still be
+        inside the step."""
         try:
             return self.runner.run(works, wanted, whole, pooled)
         except BaseException as error:
@@ -907,7 +908,7 @@ class Engine:
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then run the pending copies inside the pool."""
-        self._make_copies()  # copies that a failed step left pending
+        self._make_copies()  # first the copies that a failed step left
         if self.offload is not None:
             self.offload.flush()
         self._copies = self.cache.take_copies()

@@ -66,7 +66,8 @@ def clip_tensors(processor: Any, vision: Vision, clip: Any) -> Any:
 
 
 def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
-    """Return the tensors of one clip. Each clip is processed alone, so that they do not depend on other clips."""
+    """Return the tensors of one clip. Each clip is processed alone, so that its tensors do not depend on other
+    clips."""
     made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
     _check_whole(processor, samples, made)
     [tensors] = vision.split(made)

@@ -141,7 +141,8 @@ class LLM:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
             if config.token_budget is None:
                 config = replace(config, token_budget=default_token_budget(chosen))
-            with opened_tiers(config.tiers) as opened:  # checked before minutes of loading
+            # Opened first, so that an error appears before the model is loaded.
+            with opened_tiers(config.tiers) as opened:
                 model, found, group = load_ranks(
                     self._folder, config, dtype, chosen, load_format, progress, threads
                 )

@@ -174,7 +174,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Return the names in a text, which commas separate."""
+    """Return the names in a comma-separated text."""
     return [name for name in text.split(",") if name]
 
 

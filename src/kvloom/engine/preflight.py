@@ -70,7 +70,7 @@ def check_engine(
     if spec is not None and spec.media is None:
         slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
         if config.rank_count > 1:
-            return  # A slab of a rank is smaller. The rank checks sizes when the pool is allocated.
+            return  # Slabs of a rank are smaller. Each rank checks its sizes when it allocates the pool.
         for host in (text for text in tiers if scheme_of(text) == "host"):
             host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
         if pool_bytes is not None and pool_bytes < 2 * slab_bytes:

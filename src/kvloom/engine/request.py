@@ -171,8 +171,8 @@ class Request:
     tokens_when_preempted: int = 0
     """Number of tokens, with the output so far, at the last preemption."""
     decode_turn: int = 0
-    """Used if several tenants share a step that cannot decode all requests. Among a tenant's requests, the one with
-    the smallest value was left out for longest, and is decoded first.
+    """Order of a tenant's decoding requests, if several tenants share a step that cannot decode all requests. The
+    request with the smallest value has waited longest and is decoded first.
     """
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None

@@ -23,9 +23,9 @@ class _Block:
 class BlockTokens:
     """Parents and tokens of all blocks that a worker has in the pool or in a tier. Not thread-safe.
 
-    A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED
-    blocks without such a page also stay, because a block may be in transfer: it has left the pool, but its tier
-    has not reported it yet. Takes about 300 bytes per block.
+    A block stays here while the pool or a tier has its page of layer group `group`. The last MOST_REMOVED blocks
+    without such a page also stay. Such a block may be in transfer: the pool has evicted it, and its tier has not
+    reported it yet. Takes about 300 bytes per block.
     """
 
     def __init__(self, group: int) -> None:

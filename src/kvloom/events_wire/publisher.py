@@ -135,7 +135,7 @@ class WirePublisher:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Stored):
             if event.tail_tokens and not self._has_states:
-                return  # without a snapshot, no prompt can resume at a partial block
+                return  # a partial block without a snapshot is useless: no prompt can resume there
             self._pending.append((event, event.parent in self._roots))
         else:
             self._pending.append((event, False))

@@ -73,10 +73,10 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Update the counts of units (HASH_TOKENS tokens each) after all pages of a block were stored (`is_stored`), or
-        after one of them was removed. Return the hashes of units that the tier now has for the first time or, if not
-        `is_stored`, no longer has. Counts are needed because a full block and a partial block may contain the same
-        unit."""
+        """Update the counts of units (HASH_TOKENS tokens each). With `is_stored`, all pages of a block were stored, and
+        the result has the hashes of units that the tier did not have before. Without `is_stored`, a page of the block
+        was removed, and the result has the hashes of units that the tier no longer has. Counts are needed because a
+        full block and a partial block may contain the same unit."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

@@ -43,7 +43,7 @@ class Load:
     image_tokens: int = 0
     concurrency: int = 1
     max_context: int | None = None
-    """Tokens per contiguous buffer. None means the model's limit."""
+    """In the scheme "contiguous": number of tokens for which each request gets memory. None means the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)

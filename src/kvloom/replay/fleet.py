@@ -667,14 +667,15 @@ def replay_fleet(
     queue_limit: int = 16,
     progress: Callable[[int], None] = lambda done: None,
 ) -> FleetOutcome:
-    """Replay `traffic` over `workers` workers, each with a pool of `blocks` blocks. The times between arrivals are
-    divided by `speed`. `route` is one of ROUTES. `options` are the router's scoring options.
-
-    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which decode.
-    The link of each prefill worker transfers the pages of `link_tokens` tokens per second. `admission` selects which
-    requests are refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss `objective`. With
-    "queue", a worker refuses a request if `queue_limit` requests already wait. Takes about 20 seconds for 12,000
+    """Replay `traffic` over `workers` workers, each with a pool of `blocks` blocks. Takes about 20 seconds for 12,000
     requests. Raises ValueError if prompt and output of a request exceed a pool.
+
+    - `route`: one of ROUTES. `options` are the router's scoring options.
+    - `speed`: the times between arrivals are divided by this number.
+    - `prefill`: number of workers that only compute prompts. They send pages to the other workers, which decode.
+    - `link_tokens`: the link of each prefill worker transfers the pages of this many tokens per second.
+    - `admission`: which requests are refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss
+      `objective`. With "queue", a worker refuses a request if `queue_limit` requests already wait.
     """
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")

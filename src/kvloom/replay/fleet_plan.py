@@ -32,9 +32,9 @@ of one role, although the two numbers affect each other. Together they may there
 class Window:
     """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
 
-    An excess is the 99th percentile of a time divided by its objective, for the worse of TTFT and time between tokens.
-    The objectives are met if it is at most 1. `excess` is that of a fleet with `prefill` prefill workers, and
-    `planned_excess` is that of a fleet with the plan's number of prefill workers.
+    The excess of a fleet is the 99th percentile of a time, divided by the objective of this time. Of TTFT and time
+    between tokens, the worse one counts. The fleet meets the objectives if its excess is at most 1. `excess` is the
+    excess with `prefill` prefill workers, and `planned_excess` the excess with the plan's number of prefill workers.
     """
 
     start: float

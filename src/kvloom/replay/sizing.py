@@ -163,8 +163,8 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return how much one more gigabyte would add to the hit rate, at most `most`. It is known that `size` more bytes
-    raise the hit rate by `hit_rate`, and a linear growth is assumed.
+    """Return how much one more gigabyte would add to the hit rate, at most `most`. The estimate is linear: `size` more
+    bytes raise the hit rate by `hit_rate`.
     """
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 

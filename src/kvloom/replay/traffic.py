@@ -119,11 +119,11 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
     """Replace the block ids of each request (`rows`) by numbers from 0 on. Return the numbers of each request, and how
-    many different numbers there are.
+    many different numbers there are. Two blocks get the same number only if their ids, and all blocks before them in
+    their requests, are equal. Raises ValueError for an invalid id.
 
-    Two blocks get the same number only if their ids, and all blocks before them in their requests, are equal. Raises
-    ValueError for an invalid id. If each id always follows the same id, as with hashes of whole prefixes, array
-    operations number the blocks in O(n log n). Otherwise a slower Python loop numbers them.
+    Usually an id determines all blocks before it, as with hashes of whole prefixes. The blocks are then numbered by
+    array operations, in O(n log n). Otherwise a slower Python loop numbers them.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

@@ -48,8 +48,8 @@ RESERVE_SECONDS = 30.0
 
 
 class ModelSet:
-    """The models of one server. `context.models` contains them by name. `fault` is a future. It gets the error if a
-    model of the command line or a background task fails, and the server then ends.
+    """The models of one server. `context.models` contains them by name. `fault` is a future. If a model of the command
+    line or a background task fails, `fault` gets the error, and the server ends.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class ModelSet:
             )
         folder = await asyncio.to_thread(allowed_folder, asked, options.model_folders, "model", "--model-dir")
         first = options.models[0].start
-        taken = dict.fromkeys(("kv_events", "kv_events_replay", "kv_events_key"))  # the ports are taken
+        # The models of the command line use these ports.
+        taken = dict.fromkeys(("kv_events", "kv_events_replay", "kv_events_key"))
         adapters = {"lora": [], "max_loras": 0, "max_lora_rank": None, "lora_targets": []}
         settings = {**first.settings, **taken, **adapters}
         start = msgspec.structs.replace(

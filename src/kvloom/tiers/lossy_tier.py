@@ -52,8 +52,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects as the inner tier stores them. A page has the same key in the inner tier, whether the
-        caller uses its exact or its lossy form. The inner tier therefore stores each page once."""
+        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page get the same key in
+        the inner tier, so the inner tier stores each page once."""
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
         else:

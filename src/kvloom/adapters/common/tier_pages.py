@@ -22,12 +22,13 @@ SLAB_BYTES = 8 << 20
 
 class TierPages:
     """The tiers of one process: host memory, and the other configured tiers. The constructor opens the tiers, and
-    raises ValueError if a required tier cannot be opened.
-
-    `tiers` are their URLs, in which `rank` replaces `{rank}`. `page_bytes` is the size of the largest page. With `pin`,
-    host memory is pinned, so that a GPU can copy directly. `others` are tiers that are already open. If given, they
-    replace all configured tiers except the host tier. Only one thread may use `manager`. For several threads, use
+    raises ValueError if a required tier cannot be opened. Only one thread may use `manager`. For several threads, use
     `WaitingPages`.
+
+    - `tiers`: the URLs of the tiers, in which `rank` replaces `{rank}`.
+    - `page_bytes`: the size of the largest page.
+    - `pin`: host memory is pinned, so that a GPU can copy directly.
+    - `others`: tiers that are already open. If given, they replace all configured tiers except the host tier.
     """
 
     def __init__(

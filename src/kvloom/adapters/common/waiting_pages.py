@@ -141,8 +141,8 @@ class WaitingPages:
         self._wait(lambda: fetch.done)
 
     def _is_behind(self, size: int) -> bool:
-        """Return whether a tier has so many queued writes that `size` more bytes in host memory could evict pages
-        before these are written to the tier. Tiers that have failed or are stuck do not count.
+        """Return whether `size` more bytes in host memory could evict pages that still wait to be written to a tier.
+        Tiers that have failed or are stuck do not count.
         """
         limit = self.tiers.host.capacity * 3 // 4 - size
         return any(

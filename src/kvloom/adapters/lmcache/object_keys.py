@@ -15,8 +15,8 @@ FILE_SUFFIX = ".data"
 
 
 def object_form(size: int) -> Form:
-    """Return the form (byte layout) of objects of `size` bytes. The form distinguishes objects only by size,
-    because LMCache's keys contain everything else that distinguishes them."""
+    """Return the form (byte layout) of objects of `size` bytes. The form depends only on the size, because LMCache's
+    keys contain everything else that distinguishes objects."""
     return Form(dtype="bytes", order="lmcache", page_bytes=size, run_bytes=size)
 
 

@@ -18,12 +18,13 @@ def leading_pages(stored: Mask) -> int:
 
 
 def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
-    """Find the prefixes of 1 to `kv_pages` pages that can be loaded. Returns two results. The first has, for each
-    prefix, whether every pool can restore it. The second has, for each pool, the length in pages of the longest prefix
-    that this pool can restore.
+    """Find the prefixes of 1 to `kv_pages` pages that can be loaded. Returns two results:
 
-    `pools` has a pair for each pool: a mask of its stored pages, and the number of pages that it needs from the end of
-    a prefix. If this number is None, the pool needs all pages of the prefix.
+    - for each prefix, whether every pool can restore it,
+    - for each pool, the length in pages of the longest prefix that this pool can restore.
+
+    `pools` has a pair for each pool: a mask of its stored pages, and the number of pages at the end of a prefix that
+    the pool needs. None means that the pool needs all pages of the prefix.
     """
     restorable, longest = np.ones(kv_pages, bool), []
     for stored, trailing in pools:

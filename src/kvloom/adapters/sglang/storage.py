@@ -147,7 +147,7 @@ class KvloomStorage(HiCacheStorage):
         hit policy BLOCK_GROUPS are not checked. Also return, for each checked pool, the longest prefix that could be
         loaded for this pool alone.
         """
-        # A pool of block groups is a second form of pages that exist anyway. It limits no prefix.
+        # Pages of block groups are a second form of pages that another pool also has, so they limit no prefix.
         gates = [t for t in pool_transfers or [] if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         masks = self._stored([KV, *(str(t.name) for t in gates)], keys)
         kv_pages = leading_pages(masks[0])

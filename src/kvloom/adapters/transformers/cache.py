@@ -111,7 +111,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
         ]
         self._generate: Callable[..., Any] = model.generate
         self._had_generate: Any = vars(model).get("generate")
-        self._wrapper = self._generate_with_cache  # one object, which `close` can recognise
+        self._wrapper = self._generate_with_cache  # stored, so that `close` can recognise the hook
         model.generate = self._wrapper
 
     # -- use ------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
                 raise ValueError(f"a forward of {len(tokens)} rows with {len(self._sequences)} open rows")
             self.batch_repeat_interleave(repeats)
         start = self._sequences[0].length
-        if start < self.get_seq_length():  # `crop` went back further than asked
+        if start < self.get_seq_length():  # `crop` removed more tokens than asked
             missing = torch.tensor([row[start:] for row in self._tokens], device=tokens.device)
             for row in self._tokens:
                 del row[start:]

@@ -75,8 +75,7 @@ class Answer:
 
 
 class Change(NamedTuple):
-    """A change of a tier: it has stored a page or, if `is_stored` is False, removed it. `medium` is the kind of tier,
-    as in vLLM's events."""
+    """A tier has stored a page (`is_stored`), or removed it. `medium` is the kind of tier, as in vLLM's events."""
 
     medium: str
     is_stored: bool

@@ -242,8 +242,8 @@ class KvloomTier(SecondaryTierManager):
 
 
 def _root(config: OffloadingConfig) -> bytes:
-    """Return the root of all block hashes in the tiers. It depends on the weights, and on the numbers of tokens per
-    hash and of blocks per chunk.
+    """Return the root of all block hashes in the tiers. The root depends on the weights, on the number of tokens per
+    hash, and on the number of blocks per chunk.
     """
     try:
         weights = weights_digest(config.model.name, None)

@@ -20,8 +20,8 @@ class Settings:
     tiers: tuple[str, ...]
     """URLs of tiers, the fastest first. `{rank}` in a URL is replaced by the worker's rank."""
     load: LoadRule = "auto"
-    """"auto" loads or recomputes pages, whichever is faster. "always" loads every page that a tier has. "never" only
-    stores pages.
+    """"auto" loads pages if this is faster than recomputing them. "always" loads every page that a tier has. "never"
+    loads no page, but still stores pages.
     """
     load_seconds: float = 5.0
     """Longest time, in seconds, that a request waits for pages. Pages that arrive later are recomputed."""

@@ -31,7 +31,8 @@ the removal of this block is not published.
 
 @dataclass(slots=True)
 class _Block:
-    """The fields of the events about one block. `media` are the media that have the block now."""
+    """The fields of the events about one block. `media` are the kinds of tiers (as in vLLM's events) that have the
+    block now."""
 
     hash: bytes
     parent: bytes | None

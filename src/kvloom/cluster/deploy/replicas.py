@@ -85,7 +85,7 @@ class Replica:
         ports = [free_port(host) for _ in range(4)]
         self._claims: list[socket.socket] = []
         if group.port:
-            # In a rolling restart, a new router waits for the port of an old router: clients know it.
+            # In a rolling restart, a new router waits for the port of an old router, because clients use this port.
             known = range(group.port, group.port + group.max_replicas)
             ports[0] = self._claim(host, known, group.start_seconds)
         if group.shares:
@@ -99,7 +99,7 @@ class Replica:
         self._about = {"command": group.command, "group": group.name, "host": host, "pid": os.getpid()}
         self._about["shares"] = [f"{host}:{port}" for port in group.share_ports]
         command = command_of(cluster, group, host, ports, peers, encoders)
-        if group.command == "route":  # so that its first requests wait for a worker, and are not refused
+        if group.command == "route":  # registered before the first request, which would be refused otherwise
             command += [word for url in self._workers() for word in ("--worker", url)]
         watched = [sys.executable, "-m", "kvloom.cluster.deploy.supervised", f"{group.drain_seconds + 5:g}"]
         self._process = subprocess.Popen(

@@ -89,7 +89,8 @@ class AnswerStream:
         return out, count
 
     def check(self) -> None:
-        """Raise the error after the bytes that `feed` returned. Does nothing if there was none."""
+        """Raise the error that the last `feed` postponed. Does nothing if there was no error. Call this after the bytes
+        of `feed` are sent."""
         if self._failure is not None:
             raise self._failure
 

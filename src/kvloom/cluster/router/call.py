@@ -26,9 +26,13 @@ FORWARDED = (
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of a client. `raw` is its body as bytes, and `body` is the parsed JSON. `at` is the time of its
-    arrival. `keys` is its prompt. `tried` are the names of the workers to which the request was sent. With `lossy`, the
-    request accepts pages that a tier re-encoded.
+    """One request of a client.
+
+    - `raw`, `body`: its body as bytes, and as parsed JSON.
+    - `at`: the time of its arrival.
+    - `keys`: its prompt.
+    - `tried`: the names of the workers to which the request was sent.
+    - `lossy`: the request accepts pages that a tier re-encoded.
     """
 
     path: str

@@ -54,8 +54,8 @@ class EncoderChooser:
         """Number of open images of each encode worker: images of calls that have no first token yet."""
 
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
-        """Return the encode worker for the images of one call: one of `names`, which was chosen before for most of
-        these images. Among equal workers, it is the worker with the fewest open images. Counts the images as open until
+        """Return the encode worker for the images of one call: the worker among `names` that was chosen before for most
+        of these images. Among equals, return the worker with the fewest open images. Counts the images as open until
         `ended` is called. Returns None if `images` or `names` is empty.
         """
         if not images or not names:

@@ -106,7 +106,7 @@ class Sent:
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
     """On a prefill worker: the number of prompts that it computed for each answering worker. On an encode worker: the
-    number of requests of each answering worker for whose images it was chosen.
+    number of requests whose images it was chosen to encode, by answering worker.
     """
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     """Histogram of the times to first token of streams, in seconds."""
@@ -280,8 +280,9 @@ class Fleet:
         ]
 
     def candidates(self, model: str, adapter: str | None = None) -> list[str]:
-        """Return the names of living workers that answer requests for a model or, if `adapter` is given, for this LoRA
-        adapter of the model. Prefill workers are included only if there are no others."""
+        """Return the names of living workers that answer requests for a model. If `adapter` is given, only workers with
+        this LoRA adapter count. Prefill workers are included only if there are no others.
+        """
         alive = self._alive(model, adapter)
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
@@ -332,8 +333,8 @@ class Fleet:
                 known.step_times, known.objective = offer.step_times, offer.objective
                 known.encoders = offer.encoders
                 known.adapters, known.resident_adapters = offer.adapters, offer.resident_adapters
-                # A restarted worker counts its batches from 0 again, so a gap would look like batches of this worker.
-                # Workers that are not kvloom have no snapshots.
+                # A restarted worker numbers its batches from 0 again, so the subscriber might not notice the restart.
+                # Request a snapshot. Workers that are not kvloom have no snapshots.
                 if may_have_restarted and known.hash_model is not None and model in worker.subscribers:
                     self._follow(worker, model, known)
             load = self.models[model].scorer.loads.get(worker.name)

@@ -63,10 +63,11 @@ class Group:
 class WorkerBlocks:
     """The data of the index about one worker, in addition to its blocks.
 
-    `number` is the number of the worker in the index. If `trusts_hashes`, the worker computes block hashes like
-    `kvloom.core`. Otherwise the worker is foreign, such as vLLM. The router then hashes the tokens in the worker's
-    events itself, starting from `root`. `names` maps a foreign hash to the router's hashes of the same block.
-    `has_events` states that the worker has sent events.
+    - `number`: the number of the worker in the index.
+    - `trusts_hashes`: the worker computes block hashes like `kvloom.core`. Otherwise the worker is foreign, such as
+      vLLM, and the router hashes the tokens in its events itself, starting from `root`.
+    - `names`: maps a foreign hash to the router's hashes of the same block.
+    - `has_events`: the worker has sent events.
     """
 
     number: int

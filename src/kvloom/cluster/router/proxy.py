@@ -406,9 +406,9 @@ class Proxy:
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
         """If the decode worker lacks many prompt tokens, make a prefill worker compute the prompt.
 
-        Returns two values. The first has fields to add to the decode worker's request. They make it pull the pages,
-        and name an encode worker for images. The second is a list with the task that waits for the prefill worker. It
-        is empty if the decode worker computes the prompt itself.
+        Returns two values. The first is a dictionary of fields to add to the decode worker's request: the prefill
+        worker from which it pulls pages, and an encode worker for images. The second is a list with the task that waits
+        for the prefill worker. The list is empty if the decode worker computes the prompt itself.
         """
         if "kv_transfer_params" in call.body or call.path not in STREAMED:
             return {}, []

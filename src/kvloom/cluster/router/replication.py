@@ -129,7 +129,7 @@ class Replicator:
         """Copy the pages of the first `tokens` tokens of a call from the worker `source` to the worker `target`."""
         assert call.keys is not None
         assert call.keys.tokens is not None
-        # One more token, because the last token of a prompt is always computed.
+        # Send one more token, because the last token of a prompt is never a hit.
         ids = np.frombuffer(call.keys.tokens[: (tokens + 1) * TOKEN_BYTES], "<i4").tolist()
         model = call.adapter or call.model
         body: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}

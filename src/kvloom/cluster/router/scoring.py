@@ -251,7 +251,8 @@ class Scorer:
         for at in ranked:
             name, load = names[at], loads[at]
             discount = 0.0 if name != home else self._affinity(load, loads, now)
-            least = rough[at] - now + load.speed.prefill(prompt_tokens)  # without the other parts of the cost
+            # A lower bound: without the other parts of the cost.
+            least = rough[at] - now + load.speed.prefill(prompt_tokens)
             if least - discount >= best_cost:
                 continue
             cost, seconds, cached, on_gpu = self._cost(load, prompt_tokens, have[at], now)
@@ -277,8 +278,9 @@ class Scorer:
     def _cost(
         self, load: WorkerLoad, prompt_tokens: int, have: Sequence[int], now: float
     ) -> tuple[float, float, int, int]:
-        """Return four values: the cost of a worker in seconds, without session affinity and without the time to load an
-        adapter; its expected time to first token; its cached prompt tokens; and those of them that are on the GPU.
+        """Return four values: the cost of a worker in seconds, its expected time to first token in seconds, the number
+        of its cached prompt tokens, and how many of these are on the GPU. The cost excludes session affinity and the
+        time to load an adapter.
         """
         options, limit = self.options, prompt_tokens - 1
         on_gpu, cached = have[0], have[-1]

@@ -82,7 +82,7 @@ class Visit(ReuseHistory):
             0,
         )  # sum of the feature factors, and the number of the model fit with which it was computed
         self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
-        self.lru_share = 0.0  # share of the evicted tokens of `before` that LRU would still have
+        self.lru_share = 0.0  # share of the evicted tokens of visit `before` that LRU would still have
 
 
 class Adaptive:
@@ -96,7 +96,8 @@ class Adaptive:
         return "adaptive (off: LRU)" if self.shadow.is_off else "adaptive"
 
     COVER = 0.5
-    """A request that hits at least this share of a visit's tokens returns to the visit."""
+    """A visit is one request's use of cached tokens. A later request returns to the visit if it hits at least this
+    share of the visit's tokens."""
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
@@ -130,7 +131,7 @@ class Adaptive:
         return {**self.model.save(now), **learned}
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
-        """Continue with what another policy object learned. See `SavablePolicy`."""
+        """Replace what was learned by the result of `save`. See `SavablePolicy`."""
         tenants, endings, without = (saved.get(name) for name in ("tenants", "endings", "without"))
         if not isinstance(tenants, dict) or sorted(tenants.values()) != list(range(len(tenants))):
             raise ValueError("tenants are damaged")
@@ -172,8 +173,9 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together, usually all its tokens. If most
-        returning requests do not use the last tokens of a visit, only these last tokens are evicted together."""
+        """Return how many of the last tokens of `entry` may be evicted together, usually all its tokens. Requests that
+        continue an earlier request often do not use its last tokens. If most of them do not, only these last tokens are
+        evicted together."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open or self.shadow.is_off:
             return entry.tokens
@@ -186,8 +188,9 @@ class Adaptive:
         return age >= self.model.horizon or self.shadow.is_off or entry.last_used < self._on_since
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry for `ReuseModel.index`. The stratum selects a baseline of the
-        model. The level is the sum of the logarithms of the feature factors."""
+        """Return two arguments of `ReuseModel.index` for an entry: the stratum and the level. The stratum (for example
+        the finish reason) selects a baseline of the model. The level is the sum of the logarithms of the feature
+        factors."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -217,16 +220,15 @@ class Adaptive:
         self._evicted = True
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """Record that a request opened with a hit of `resumed` tokens, and return the visit of the request. The
-        parameters are those of `LearningPolicy.on_open`."""
+        """Record that a request opened with a hit of `resumed` tokens. Return its visit, the record of its use of
+        cached tokens. The parameters are those of `LearningPolicy.on_open`."""
         before: Visit | None = None
         lru_share = 0.0
         if isinstance(ghost, Visit):
             lru_share = self.shadow.share(ghost.start)
             before = ghost
-            self._record_reuse(
-                ghost, resumed, 1 << 62, now
-            )  # the number of further tokens that the request needed is unknown
+            # All later samples, because the end of the request's use is unknown.
+            self._record_reuse(ghost, resumed, 1 << 62, now)
         elif isinstance(entry.history, Visit) and entry.value < SWITCHES:
             before = entry.history if resumed >= self.COVER * entry.history.length else None
         if before is not None and before.open:
@@ -269,7 +271,8 @@ class Adaptive:
         that it would have hit under LRU. `before` is the visit to which the request returned, or None."""
         shadow, lost = self.shadow, 0.0
         if visit.lru_share and before is not None:
-            # The request needs the first evicted token. If this token is in the unused tail, it needs the tail, too.
+            # The request would have used the evicted tokens before the tail. If all evicted tokens are in the tail, it
+            # would have used the tail.
             is_tail = visit.resumed >= before.length - self._tail
             end = before.length if is_tail else before.length - self._tail
             evicted = max(0, min(end, visit.length) - visit.resumed)
@@ -321,7 +324,8 @@ class Adaptive:
         visit.watched = tuple(watched)
 
     def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """End the samples at the token positions [first, last) of `visit`, because these tokens were used again."""
+        """End the reuse samples at the token positions [first, last) of `visit`, because a request has used these
+        tokens again."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
@@ -331,8 +335,8 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a request that returned to a visit. `without` is the number of the visit's last tokens that the request
-        did not use. There is one count for each bit length of this number.
+        """Count a request that returned to a visit (continued an earlier request). `without` is the number of the
+        visit's last tokens that the request did not use. There is one count for each bit length of this number.
 
         With `at_most`, the exact number is unknown, and `without` is an upper bound. The request then adds a fraction
         to the count of each shorter bit length. The fractions add up to 1 and are proportional to the earlier counts.

@@ -40,7 +40,7 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history for the new upper node, after a node was split in two. By default, both nodes share one
+        """Return the history of the upper node, after a node was split in two. By default, both nodes share one
         history."""
         return self
 

@@ -1,9 +1,9 @@
 """Eviction queue: a heap of entries in the order of eviction. When an entry reaches the top, the queue
 computes its key again.
 
-Unneeded window pages come first, the oldest first. No checkpoint needs them, and they are not in use. The
-entries follow, ordered by rank (`Entry.rank`) and then by the policy's priority. Within a rank, entries
-that waiting requests will hit come last. The queue only chooses the next entry, and evicts nothing.
+Unneeded window pages are evicted first, in the order of their age. A window page is unneeded if no checkpoint needs it
+and it is not in use. The entries follow, ordered by rank (`Entry.rank`) and then by the policy's priority. Within a
+rank, entries that waiting requests will hit come last. The queue only chooses the next entry, and evicts nothing.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ class EvictionQueue(Generic[E]):
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
         """Return the sort key: the rank of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. If several waiting requests will hit an
-        entry, the request that is scheduled first counts. Among these entries, the entry whose first request is
-        scheduled latest is evicted first.
+        Within a rank, entries that waiting requests will hit come last. Their order depends on the first waiting
+        request that will hit each of them: the entry whose request is scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
@@ -104,7 +103,7 @@ class EvictionQueue(Generic[E]):
 
     def next_victim(self, now: float) -> E | None:
         """Return the entry to evict next, or None if the queue is empty. The entry stays queued. Does not consider
-        unneeded window pages."""
+        window pages that no checkpoint needs."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap

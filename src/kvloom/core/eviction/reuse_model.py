@@ -67,8 +67,8 @@ class ReuseModel:
         self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
         self._middle = np.maximum(self.edges + self._width / 2, 1.0)
         self._started = np.zeros(window)
-        # Seconds until the reuse, or NaN if there was none yet. A negative value is a restored sample that was not
-        # used again while it was observed, for so many seconds.
+        # Seconds until the reuse, or NaN if there was none yet. A negative value -s is a restored sample: it was
+        # observed for s seconds, and not used again in this time.
         self._away = np.full(window, np.nan)
         self._stratum = np.zeros(window, np.int16)
         self._weight = np.zeros(window)
@@ -179,9 +179,9 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`. The value is the logarithm of a rate: the expected uses,
-        divided by the seconds for which the pages are kept. The pages are assumed to be kept for the time that gives
-        the highest rate.
+        """Return the value of keeping pages of this `age`. The value is the logarithm of a rate: the expected number of
+        uses, divided by the seconds for which the pages are kept. The number of seconds is the one with the highest
+        rate.
 
         `stratum` selects the baseline of the hazard. `level` is the sum of the logarithms of the feature factors.
         """
@@ -290,8 +290,9 @@ class ReuseModel:
         """Return two tables of a stratum, indexed by level and age bin. The first table has the `index` at the start of
         the bin. The second has the age from which the index is clearly lower.
 
-        The index is the logarithm of the highest rate of reuses per second of keeping a page. To find the highest rate,
-        every later bin is tried as the time at which the page is dropped.
+        The index is the logarithm of the highest rate: the expected number of reuses, divided by the seconds for which
+        a page is kept. To find the highest rate, the function tries every later bin as the time at which the page is
+        dropped.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         hazard = baseline[None, :] * levels[:, None]

@@ -1,9 +1,8 @@
-"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size, and owns no pages.
+"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size. It owns no pages.
 
-LRU keeps the most recently used tokens. Its content is therefore known from one time, the cutoff: all
-tokens that were used since the cutoff just fill the cache. A token would be a hit under LRU if its last use
-is after the cutoff. The shadow counts the tokens by the time of their last use, in about a thousand
-buckets, and moves the cutoff.
+LRU keeps the most recently used tokens. One time, the cutoff, therefore describes its content: the tokens that were
+used since the cutoff exactly fill the cache. A token would be a hit under LRU if its last use is after the cutoff. The
+shadow counts the tokens by the time of their last use, in about a thousand buckets, and moves the cutoff.
 
     sizes    │ 12 │ 40 │  9 │ 31 │ 25 │ 38 │      tokens by last use, oldest left
               ·········├── fill the cache ──┤
@@ -47,7 +46,8 @@ class ShadowLRU:
         self.gained_tokens = self.lost_tokens = self.looked_up_tokens = 0.0
         """Tokens that only the policy hit, tokens that only LRU would have hit, and tokens looked up, since the cache
         is full."""
-        self._loss = self._looked_up = 0.0  # the same as a faded difference and a faded sum
+        # Lost minus gained tokens, and tokens looked up; older requests count less.
+        self._loss = self._looked_up = 0.0
         self._starts: list[float] = [0.0]
         self._sizes: list[float] = [0.0]
         self._latest = 0.0

@@ -28,16 +28,16 @@ SOFT_PART = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
+    """A tenant, with limits on its use of the pool.
 
-    The share is the tenant's weight divided by the sum of all weights. Pages of a tenant at or below its share
-    are not evicted for other tenants. A tenant with weight 0 has no share, so all its cached pages may be
-    evicted for other tenants. If all weights are 0, only the policy decides. Shares change with the size of the
-    pool, but quotas do not.
-
-    If a share is not `firm`, only half of the share is protected, and every tenant may use the other half. A
-    tenant that has at most one open sequence may even evict cached pages in the protected half of a share that
-    is not firm. One long request can therefore use the memory of all shares that are not firm.
+    - `quota`: the largest number of bytes of the pool that the tenant may use. It does not change with the size of the
+      pool.
+    - `weight`: sets the tenant's share of the pool, which is its weight divided by the sum of all weights. Pages of a
+      tenant at or below its share are not evicted for other tenants. With weight 0, all cached pages of the tenant may
+      be evicted for other tenants. If all weights are 0, only the policy decides.
+    - `firm`: whether the whole share is protected. Otherwise only half of it is protected, and every tenant may use the
+      other half. A tenant with at most one open sequence may even evict the protected half of shares that are not firm,
+      so that one long request always fits.
     """
 
     name: str
@@ -148,8 +148,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as no longer in use. Of these, count `freed` bytes as free. The other bytes stay
-        cached."""
+        """Count `idle` bytes as no longer in use. `freed` of these bytes become free, and the others stay cached."""
         self.in_use -= idle
         self.used -= freed
 
@@ -244,8 +243,8 @@ class Accounts:
         3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
         4. all accounts whose share is not firm, if the requester has at most one open sequence.
 
-        If a step has several candidates, an account with unneeded window pages is returned first. Otherwise
-        `_first` compares the next entries of the accounts.
+        If a step has several candidates, an account with window pages that no checkpoint needs is returned first.
+        Otherwise `_first` compares the next entries of the accounts.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -273,13 +272,12 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the first account with unneeded window pages. If there is none, compare the next entry of each
-        account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
+        """Return the first account with window pages that no checkpoint needs. If there is none, compare the next entry
+        of each account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
         `Policy.priority`.
 
-        In this comparison, a rank above 0 counts as 0. A TTL or a priority of a request, which gives an entry a
-        higher rank, therefore does not protect the entry from other tenants. It changes the order only inside one
-        account.
+        In this comparison, a rank above 0 counts as 0. A priority or TTL that a request sets therefore protects an
+        entry only from entries of the same account, not from other tenants.
         """
         best = None
         for account in accounts:

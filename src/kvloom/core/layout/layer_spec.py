@@ -235,8 +235,9 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep: from the first token that its last
-        query sees to the end."""
+        """Return the number of tokens that a sequence of `length` tokens must keep: all tokens from the first one that
+        its last query sees.
+        """
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
@@ -246,8 +247,8 @@ class Visibility:
 
     @property
     def is_relative(self) -> bool:
-        """Whether the tokens that a query sees depend only on their distance from the query. Padding before a prompt
-        then does not change what a query sees."""
+        """Whether the tokens that a query sees depend only on their distance from the query. If so, padding before a
+        prompt does not change which tokens a query sees."""
         return KINDS[self.kind].is_relative
 
     @property

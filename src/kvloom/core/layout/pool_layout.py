@@ -48,8 +48,8 @@ class PageGroup:
     the tokens of one rank."""
     runs: int
     column: int
-    """Index of the group's first page id in the list of all page ids of a block. The group's `runs` page ids start
-    there. Token, state and media groups have separate lists."""
+    """Index of the group's first page id among all page ids of a block. The group has `runs` page ids, from this index
+    on. Token, state and media groups have separate lists."""
     pages_per_slab: int
     page_stride: int
     """Distance between two pages in the pool, in bytes. The bytes after `page_bytes` are padding."""
@@ -262,7 +262,7 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
         for run in _run_lengths(count)
         for k in range(1, _MULTIPLES + 1)
     }
-    # The least common multiple always fits, at any size.
+    # The least common multiple is always possible, even above the usual limit.
     slabs.add(math.lcm(granularity, *(layer * count for layer, count in sizes)))
     best: tuple[float, int, tuple[tuple[int, int], ...]] | None = None
     for slab in sorted(slabs):
@@ -327,8 +327,8 @@ def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tup
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the numbers of layers per page to try, for a group of `count` layers. There is one for each possible
-    number of pages: `count` divided by the number of pages, rounded up."""
+    """Return the numbers of layers per page to try, for a group of `count` layers: `count` / pages, rounded up, for
+    every possible number of pages."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

@@ -54,8 +54,8 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group with full attention. Every longer hit needs this group's page of the next block. If no
-    tier has that page, tiers cannot extend the hit.
+    """Return a group with full attention. Its page of the next block decides whether tiers can extend a hit: every
+    longer hit needs this page.
 
     Returns None if no group has full attention. Also returns None if the model has states, because a prompt can
     then resume at a snapshot inside the next block.
@@ -69,9 +69,9 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
     """Return the query for the next block's page in `group`. `group` is the result of `deciding_group`. If no tier has
     this page, tiers cannot extend the hit. Computes one hash.
 
-    Returns None if the prompt cannot resume at the end of the matched tokens. Pages of matched tokens are then missing,
-    and tiers could extend the hit with these pages alone. `TierQuery.hashes` is empty if the prompt ends inside the
-    next block.
+    Returns None if the prompt cannot resume at the end of the matched tokens, because some pages of matched tokens are
+    missing. Tiers could then extend the hit with those pages alone. `TierQuery.hashes` is empty if the prompt ends
+    inside the next block.
     """
     if match.resume < match.matched:
         return None
@@ -204,7 +204,7 @@ class LoadPlan:
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether the pool has all pages of the partial block at `resume`, or tiers have all of them.
+        """Return whether the pool or the tiers have all pages of the partial block at `resume`.
 
         In a model without states, a tier's page of the full block is sufficient. In a model with states, tiers must
         have the pages of the partial block that ends exactly at `resume`. `tails` contains, for each group, the ends of

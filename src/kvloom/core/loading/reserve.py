@@ -37,7 +37,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     rows[: len(cached)] = cached
     if plan.resume > match.matched:
         rows[match.matched // state.block_tokens :] = (
-            0  # leave out a cached block whose tokens differ from the prompt
+            0  # no page of a cached block whose tokens differ from the prompt
         )
     rows = tree.visible_rows(rows, plan.resume)
     states = 0
@@ -56,8 +56,8 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     )
     state.in_transfer.add(reservation)
     needs = _needs(state, to_load, states)
-    # One more block, with which the request starts. Otherwise the loaded pages could be evicted before
-    # their use.
+    # One more block, for the first step of the request. Without it, the loaded pages could be evicted before they are
+    # used.
     first_step = state.needs(1, int(state.has_states), 0)
     public = to_load[: owners.public_blocks]
     public_size = state.pages.bytes_of(public.astype(np.int32))

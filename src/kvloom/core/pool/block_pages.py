@@ -1,9 +1,9 @@
 """The page ids of blocks, as arrays. A row of such an array contains the page ids of one block, one state
 or one block of an image.
 
-This module stores the size class of each column of a row, and converts pages to bytes for the accounts.
-Compaction can move pages in slabs of several pages. For each cached page in such a slab, the module also
-records the owner, an entry of the prefix cache.
+This module stores the size class of each column of a row, and converts pages to bytes for the accounts. It also records
+the owner of cached pages, an entry of the prefix cache, if slabs have several pages. Compaction needs the owner to move
+such a page.
 """
 
 from __future__ import annotations

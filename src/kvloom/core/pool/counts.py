@@ -158,8 +158,9 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return one number for each of the lowest `places` bits: how many masks at the start of the list have this bit
-    set. The count ends at the first mask without the bit."""
+    """Return one number for each of the lowest `places` bits: the number of masks before the first mask in which this
+    bit is not set.
+    """
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

@@ -146,8 +146,8 @@ class PagePool:
         """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
         c.
 
-        Also records how many free slabs would remain after this allocation. If some would remain, `allocate` may use a
-        whole free slab for one sequence, so that the pages of the sequence stay together.
+        Also records how many free slabs this allocation would leave. If it leaves some, `allocate` may use a whole free
+        slab for one sequence, so that the pages of the sequence stay together.
         """
         slack = self.free_slabs
         if self._plain:
@@ -288,7 +288,7 @@ class PagePool:
         c.used[slabs] = left
         emptied = slabs[left == 0]
         c.free_pages += ids.size - emptied.size * c.per_slab
-        # A slab that was full and is now empty was in no list, and is added to no list.
+        # A slab that was full and is now empty is in no list, before and after.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
         if emptied.size:
@@ -334,7 +334,7 @@ class PagePool:
         every = np.arange(start, start + c.per_slab, dtype=np.int32)
         old = every[(c.in_use[every] > 0) | (c.cached[every] > 0)]
         free = c.per_slab - old.size
-        # Hides the slab from the search for free pages.
+        # Hide the slab from the search for free pages.
         c.file(slab, 0, free)
         c.free_pages -= free
         free_slabs, self.free_slabs = self.free_slabs, 0

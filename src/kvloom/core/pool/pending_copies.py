@@ -65,8 +65,8 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages `rows` until `take`. `take` releases the caller's references to the pages, so the
-        caller must not release them."""
+        """Take over the caller's references to the source pages `rows`. `take` releases these references, so the caller
+        must not release them."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -96,7 +96,7 @@ class PendingCopies:
             return rows
         if not self._batches and len(self._pending) == 1:
             if self._pending[0].keys().isdisjoint(rows.ravel().tolist()):
-                return rows  # the common case: few copies, many evicted pages
+                return rows  # the common case: no page is the target of a copy
         now = rows.copy()
         for cls in columns.classes:
             stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]

@@ -113,7 +113,7 @@ class Checkpoints:
         block = self.block
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             first = visibility.first_visible(position if query is None else query) // block
-            stop = (position - 1) // block + 1  # blocks from `stop` on are already tested
+            stop = (position - 1) // block + 1  # blocks from `stop` on were tested in deeper nodes
             current: Node | None = node
             while first < stop and current is not None and current.parent is not None:
                 base = current.start // block
@@ -134,8 +134,8 @@ class Checkpoints:
         if existing is not None:
             existing.last_used = now
             return None
-        # The checkpoint should also allow resuming one token earlier: an identical prompt computes its last
-        # token again. The query there sees all that the query at `position` sees.
+        # Protect the window of the query one token earlier, if possible. An identical prompt resumes there, because it
+        # computes its last token again. This window includes the window of the query at `position`.
         reach = position - 1
         if not self.complete(node, position, reach):
             reach = position
@@ -171,7 +171,8 @@ class Checkpoints:
         )
 
     def drop_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Drop a checkpoint and its snapshot. Window pages that only this checkpoint needed become unneeded."""
+        """Drop a checkpoint and its snapshot. Window pages that only this checkpoint needed become unneeded, and are
+        evicted first."""
         if self.events.listening:
             self.publisher.checkpoint_dropped(checkpoint, reason)
         if self.offload_source is not None:
@@ -218,9 +219,9 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
-        group in `self.windows`. `reason` is published with the event. If the node still has unneeded pages afterwards,
-        queue it again."""
+        """Evict window pages of a node that no checkpoint needs and that are not in use, in at most `most` of its
+        blocks. `window` is the index of the windowed layer group in `self.windows`. `reason` is published with the
+        event. If the node still has unneeded pages afterwards, queue it again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

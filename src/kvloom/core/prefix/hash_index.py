@@ -145,7 +145,7 @@ class HashIndex(Generic[HashKey]):
             if mask is None:
                 continue
             left = mask & keep
-            if left == mask and mask:  # a hash without pages has no bits, and is removed
+            if left == mask and mask:  # no bit changes, and the hash still has pages
                 continue
             if mask & here and not left & here:
                 gone += 1
@@ -258,10 +258,10 @@ class HashIndex(Generic[HashKey]):
     ) -> int:
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
-        `places` restricts the search to these places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If `tail` is given and the model has states,
-        partial blocks can also match. `root` is the parent of the first hash. It is needed to match a partial first
-        block.
+        - `places`: search only these places. For example, a router passes one worker.
+        - `tail(parent, start, length)`: returns the hash of a partial last block of the prompt. If `tail` is given and
+          the model has states, partial blocks can also match.
+        - `root`: the parent of the first hash, needed to match a partial first block.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
@@ -276,7 +276,7 @@ class HashIndex(Generic[HashKey]):
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A hit that ends with a partial block is longer than the hit before that block, so it is tried first.
+        # Try a hit that ends with a partial block first, because it is longer than the hit before that block.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             if parent is None:

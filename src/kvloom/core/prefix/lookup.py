@@ -41,8 +41,8 @@ class Miss(NamedTuple):
     """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of
     the eviction and `policy` the name of the policy.
 
-    `matched` is set only in the miss of a load plan (`LoadPlan.miss`), otherwise 0. Tiers then have
-    full-attention pages up to `matched`, a later position, but the prompt cannot resume there."""
+    `matched` is 0 except in the miss of a load plan (`LoadPlan.miss`). There, tiers have full-attention pages up to the
+    later position `matched`, but the prompt cannot resume at that position."""
 
     reason: str
     position: int
@@ -179,8 +179,7 @@ class Lookup:
             ):
                 above = above[:-1]
             if above and above[-1].end > resume:
-                # If nodes share a block, the upper node may still have a page that was evicted from the
-                # lower node.
+                # If two nodes share a block, the upper node may still have a page that the lower node has lost.
                 upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
                 if upper[1] > resume:
                     return upper

@@ -35,8 +35,8 @@ class LookupCounts:
         self.misses[match.miss.reason] += 1
 
     def hit(self, resume: int, has_snapshot: bool, first_blocks: Iterable[int]) -> None:
-        """Count the pages of a hit of `resume` tokens, and the state snapshot with `has_snapshot`. `first_blocks`
-        contains the first block inside each window. Window pages of earlier blocks do not count."""
+        """Count the pages of a hit of `resume` tokens. With `has_snapshot`, count also one state snapshot.
+        `first_blocks` contains the first block inside each window. Window pages of earlier blocks do not count."""
         self._blocks += -(-resume // self._layout.block_tokens)
         self._states += has_snapshot
         for window, first in enumerate(first_blocks):

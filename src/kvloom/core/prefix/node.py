@@ -27,7 +27,7 @@ class OffloadMarks:
     def __init__(self, settled: int, grown: int = 0, offloaded_tokens: int = 0) -> None:
         self.offloaded_tokens = offloaded_tokens  # end of the tokens whose pages were passed to the listener
         self.grown = grown  # number of step marks when the node got its last pages
-        self.settled = settled  # end of the node at that time
+        self.settled = settled  # end of the node at that mark
 
 
 class Node(Entry):
@@ -128,7 +128,7 @@ class Checkpoint(Entry):
         super().__init__(serial, now, node.priority, node.expires)
         self.node = node
         self.position = position
-        self.reach = position  # the earliest query whose window the checkpoint protects
+        self.reach = position  # position of the earliest query whose window pages are protected
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # number of pins of this checkpoint

@@ -172,7 +172,8 @@ class Pins:
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)
-            if node.checkpoints:  # a checkpoint protects window pages, even if the request resumes elsewhere
+            # Protected, because a checkpoint keeps window pages that the request may need.
+            if node.checkpoints:
                 entries.append(min(node.checkpoints, key=lambda c: abs(c.position - match.resume)))
         for entry in entries:
             entry.wanted_by = tuple(sorted((*entry.wanted_by, turn)))
@@ -206,7 +207,7 @@ class Pins:
         now = self._clock.now()
         tokens, owner = 0, None if node is None else node.owner
         while node is not None and node.parent is not None and len(node.children) <= 1 and not node.locks:
-            if node.owner != owner:  # other tenants may use a public prefix
+            if node.owner != owner:  # stop at the public prefix, which other tenants may use
                 break
             node.ended = True
             tokens += node.tokens

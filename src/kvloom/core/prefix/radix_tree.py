@@ -132,10 +132,12 @@ class RadixTree(Checkpoints):
         The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already
         has a page of a block, the tree writes the id of that page into `rows`. The caller must then use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
-        the node `locked` next. That node may then grow by a partial block. `lock` moves the caller's lock to the
-        returned node. `owner` is the owner of all pages in `rows`, by default the owner of `cursor`. `retention` is the
-        eviction priority of the tokens and its expiry time.
+        - `locked`: the node that the caller has locked, by default `cursor`.
+        - `last`: the caller will unlock the node `locked` next. Only in this case may that node grow by a partial
+          block.
+        - `lock`: moves the caller's lock to the returned node.
+        - `owner`: the owner of all pages in `rows`, by default the owner of `cursor`.
+        - `retention`: the eviction priority of the tokens, and its expiry time.
         """
         node, start = cursor, cursor.end
         locked, owner = locked or cursor, owner or cursor.owner
@@ -413,7 +415,7 @@ class RadixTree(Checkpoints):
         """Record a hit of a node. Calls `Policy.on_hit` before `node.last_used` changes."""
         node.hits += 1
         if node.hits == 1 and node.offload is not None:
-            # Pass the page to the listener again, because write policies for reused pages need it now.
+            # Pass the pages to the listener once more: a tier that stores only reused pages needs them now.
             node.offload.offloaded_tokens = 0
         node.ended = False
         node.account.queue.policy.on_hit(node, now)

@@ -67,8 +67,8 @@ def longest_resume(
         if missing is None:
             break
         stopped = missing[0]
-        # Every position after the missing unit needs it too. The next candidate is the end of a range of
-        # present units.
+        # All smaller positions after the missing unit need it, too. The next candidate is the end of an earlier range
+        # of present units.
         before = np.flatnonzero(windows[missing[0]][1][: missing[1]])
         position = min(missing[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
         # A query that sees only itself (at the start of a chunk) needs no unit.

@@ -183,7 +183,7 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
             # Tiers store full blocks only. An identical prompt resumes from a tier at its last full block.
             positions.add((match.length - 1) // state.block_tokens * state.block_tokens)
     if state.checkpoint_policy.branch:
-        # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
+        # The tree has the tokens up to here, but no prompt can resume here. Take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
     if match.public:
         positions.add(match.public)  # other tenants resume here

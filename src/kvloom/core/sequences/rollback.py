@@ -105,7 +105,7 @@ def _unpublish(
     needed. The tokens from `boundary` to `resume` then count as unpublished again."""
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
-        seq.published = boundary  # these tokens are not in the tree
+        seq.published = boundary  # later tokens count as not in the tree
         return
     text = b"".join(bytes(n.text) for n in path if n.end > boundary)
     start = next((n.start for n in path if n.end > boundary), boundary)

@@ -196,7 +196,8 @@ class Sequence:
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
 
     def release_cold_runs(self) -> None:
-        """Release the cold runs of the sequence, because the sequence closes or starts again at token 0."""
+        """Release the cold runs of the sequence (its blocks in host memory), because the sequence closes or starts
+        again at token 0."""
         for run in self.cold_runs:
             run.release()
         self.cold_runs, self.cold_blocks = [], 0

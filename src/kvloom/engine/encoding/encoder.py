@@ -117,7 +117,7 @@ class Encoder:
             self.stats.embedding_bytes += made.numel() * made.element_size()
             packed = pack({}, {"embeddings": made})
             write_pages(self.host, key, EMBEDDINGS, tenant, packed, time.monotonic() + _LOCAL_SECONDS)
-            # The first page is the least recently used page of the image, so it is evicted before the others.
+            # Makes the first page the least recently used page of the image, so that it is evicted before the others.
             self.host.acquire(page_objects(key, EMBEDDINGS, tenant, 1, len(packed))).release()
         finally:
             self.host.drop(page_objects(key, INPUTS, tenant, 1, len(pages)))

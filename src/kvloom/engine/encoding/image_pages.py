@@ -89,9 +89,8 @@ def first_page(block_hash: bytes, kind: Kind) -> Objects:
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image as objects of a tier. The first page has another group number. A
-    call must therefore request either only the first page (`start` 0, `stop` 1), or only later pages (`start` above
-    0)."""
+    """Return the pages [start, stop) of an image as objects of a tier. The first page has its own group number, so one
+    call returns either only the first page (`start` 0, `stop` 1) or only later pages (`start` above 0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)
@@ -139,7 +138,7 @@ def unpack(pages: Pages) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
             size = prod(shape) * kind.itemsize
             if min(shape, default=0) < 0 or at + size > _size(pages):
                 raise ValueError(f"a tensor of shape {shape} exceeds the pages")
-            # A copy, because the start of a tensor may not be aligned to its dtype.
+            # Copy, because the bytes of a tensor may begin at an address that is not aligned for its dtype.
             tensors[name] = torch.from_numpy(data[at : at + size].copy()).view(kind).reshape(shape)
             at += size
     except (ValueError, KeyError, RuntimeError) as error:

@@ -195,16 +195,15 @@ class RemoteEncoders:
         return embeddings
 
     def _wait(self, tier: Tier, stored: Objects, sent: Objects, deadline: float) -> None:
-        """Wait until the encode worker has stored the embeddings (`stored`). The encode worker then drops the image
-        (`sent`). Raises PagesError if the encode worker has neither image nor embeddings for LOST_SECONDS, because
-        it has then refused the image or restarted. Also raises PagesError if the connection is lost, and after the
-        deadline."""
+        """Wait until the encode worker has stored the embeddings (`stored`), after which it drops the image (`sent`).
+        Raises PagesError if the connection is lost, and after the deadline. Also raises PagesError if the encode worker
+        has neither image nor embeddings for LOST_SECONDS: it has refused the image or restarted."""
         pause, longest = POLL_SECONDS
         seen = time.monotonic()
         while (now := time.monotonic()) < deadline:
-            if tier.lookup(
-                sent
-            ).all():  # checked before the embeddings, because the encode worker stores the embeddings before it drops the image
+            if (
+                tier.lookup(sent).all()
+            ):  # check the image first: the encode worker stores the embeddings before it drops the image
                 seen = now
             if tier.lookup(stored).all():
                 return

@@ -20,7 +20,7 @@ from .kv_memory import KVMemory, allocate_kv_memory
 from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
 from .model_runner import ModelRunner, graph_sizes
 from .output_processor import MovedToken, OutputProcessor, eos_tokens
-from .piecewise_graphs import PiecewiseGraphs, piece_sizes, uncollected
+from .piecewise_graphs import PiecewiseGraphs, capturable, piece_sizes
 from .pool_size import PoolRule, PoolSize, free_device_bytes
 from .pooling import PooledPrompt, pool_hidden_states
 from .threads import cores, use_threads
@@ -43,6 +43,7 @@ __all__ = [
     "PrefillChunks",
     "PromptLogprobs",
     "allocate_kv_memory",
+    "capturable",
     "cores",
     "default_token_budget",
     "eos_tokens",
@@ -52,6 +53,5 @@ __all__ = [
     "piece_sizes",
     "pool_hidden_states",
     "prompt_logprobs",
-    "uncollected",
     "use_threads",
 ]

@@ -1,10 +1,9 @@
 """CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
-A graph computes a fixed number of tokens, one of SIZES. It has space for as many requests as tokens, so it
-fits any number of requests. A request may have any number of tokens up to `DraftGraphs.longest`. If a step
-has fewer tokens than the graph, requests of one token each are added as padding. All further requests of
-the graph are empty. One pass computes all tokens of a request: recurrent layers store the state before the
-draft (`StateRows.stored`) in the same pass.
+A graph computes a fixed number of tokens, one of SIZES. It accepts up to as many requests as tokens. A request may have
+up to `DraftGraphs.longest` tokens. If a step has fewer tokens than the graph, requests of one token each are added as
+padding. The remaining requests of the graph are empty. One pass computes all tokens of a request. In the same pass,
+recurrent layers store the state before the draft (`StateRows.stored`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from kvloom.kernels.device import upload
 from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 
-from .piecewise_graphs import uncollected
+from .piecewise_graphs import capturable
 
 __all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
@@ -100,7 +99,7 @@ class DraftGraphs:
                 self._forward(stage.drafted(size, self.longest, self._chosen), None)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(graph, pool=pool):
+            with capturable(device), torch.cuda.graph(graph, pool=pool):
                 logits = self._forward(stage.drafted(size, self.longest, self._chosen), None)
             self._graphs[size] = _Captured(graph, logits)
         return self._graphs[size]

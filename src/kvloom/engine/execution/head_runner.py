@@ -4,8 +4,8 @@ pool and the buffers of batches. A `Work` is the tokens of one sequence in a ste
     target's step       writes the target's hidden state of each token to the head's pages
     run(works, wanted)  reads the hidden state before each token, computes the head's layer, and returns logits.
                         `wanted` has the indices of the `Work` objects that need logits. The target
-                        has not computed the last token of each of them. The head therefore writes its
-                        own hidden state for this token.
+                        has not computed the last token of these objects, so the head writes its own
+                        hidden state for this token.
 
 Drafts are computed in CUDA graphs. A graph computes logits for all tokens. It writes the head's hidden
 states of the last token of each `Work`, and of all nodes of draft trees. If no logits are `wanted`, it
@@ -51,10 +51,11 @@ class HeadRunner(ModelRunner):
         super().__init__(
             head.model, cache, buffer, tokens, rows, graphs, target=target, draft_length=draft_length
         )
-        self.piecewise = None  # a prompt step of one layer is short
+        self.piecewise = None  # not needed: a prompt step of one layer is short
         self._head, self._target = head, target
-        self._drafts = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether graphs write states
-        self._nodes: torch.Tensor | None = None  # the tokens of trees, whose states graphs write, too
+        # Whether graphs write hidden states.
+        self._drafts = torch.zeros((), dtype=torch.bool, device=buffer.device)
+        self._nodes: torch.Tensor | None = None  # nodes of draft trees, whose hidden states graphs also write
         if self.draft_graphs is not None and self.stage.supports_trees:
             self._nodes = torch.zeros(DRAFT_STEP_TOKENS, dtype=torch.bool, device=buffer.device)
         self._states = HiddenStates(self.pages.token_view(0))
@@ -80,7 +81,7 @@ class HeadRunner(ModelRunner):
         write hidden states of the head to its pages."""
         self._drafts.fill_(wanted is None or len(wanted) > 0)
         if self._nodes is not None:
-            # A run of a tree computes all nodes again. Their states do not change.
+            # Each run of a tree computes all nodes again. Earlier nodes get the same hidden states.
             nodes = np.concatenate([np.full(len(work.tokens), bool(work.parents)) for work in works])
             nodes = nodes[:DRAFT_STEP_TOKENS]
             self._nodes[: len(nodes)] = upload(nodes, self.device)

@@ -24,8 +24,8 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 
 
 class PrefillChunks(NamedTuple):
-    """The prompt chunks of a step, and the time of its launch on the monotonic clock. A chunk is a pair: the `order`
-    of its request, which increases with the time of arrival, and the number of tokens in the chunk. A request that
+    """The prompt chunks of a step, and the launch time of the step on the monotonic clock. A chunk is a pair: the
+    `order` of its request (later requests have a larger order) and the number of tokens in the chunk. A request that
     decodes with a draft also counts as a chunk.
     """
 
@@ -158,8 +158,8 @@ def _to_host(found: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Return the log-probabilities of prompt tokens, for requests that want them. The logits of each token of `work`
-    give the log-probability of the next prompt token.
+    """Return the log-probabilities of prompt tokens, for requests that ask for them. The log-probability of a prompt
+    token comes from the logits of the token before it.
 
     `logits` are [tokens of all work, vocabulary]. Does not wait for the device.
     """

@@ -80,9 +80,8 @@ def allocate_kv_memory(
     if draft is not None:
         spec = _with_draft(spec, draft, config)
         install(draft, spec.max_context)
-    elif (
-        config.draft_model
-    ):  # on every rank but 0: page ids must be valid, but the draft model runs on rank 0
+    elif config.draft_model:
+        # Only rank 0 runs the draft model. The other ranks reserve its pages, so that page ids are equal.
         spec = with_draft(
             spec, _draft_spec(transformers_config(folder_of(config.draft_model)), weight.dtype, config)
         )
@@ -99,7 +98,7 @@ def allocate_kv_memory(
     longest = limit or MAX_TOKENS
     install(model, limit)
     if lora is not None:
-        fuse(model)  # joined layers share their slots
+        fuse(model)  # first, because fused layers share adapter slots
         lora.attach()
     budget, pool_bytes = None, config.pool_bytes
     if pool_bytes is None:
@@ -120,7 +119,7 @@ def allocate_kv_memory(
         pool_bytes = budget.pool
     slabs = layout.slabs_in(pool_bytes)
     if ranks is not None:
-        slabs = ranks.smallest(slabs)  # page ids must be valid on every rank
+        slabs = ranks.smallest(slabs)  # page ids must exist on every rank
     if slabs < 2:
         raise ValueError(
             f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {layout.slab_bytes:,} bytes"
@@ -134,14 +133,14 @@ def allocate_kv_memory(
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
-        if draft is not None:  # the draft's pages are stored with the target's
+        if draft is not None:  # tiers store pages of the draft beside pages of the target
             name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,
         slabs=slabs,
         reserved=reserved,
         model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
-        # A copy of a document opens a second sequence for a moment.
+        # One more sequence: a copy of a document briefly opens a second one.
         max_sequences=config.max_running + (config.reuse_documents is not None),
         max_tokens=longest,
         tenants=config.tenants,

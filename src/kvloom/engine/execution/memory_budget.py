@@ -75,15 +75,18 @@ def measure_budget(
     drafted_models: int = 0,
     lora: AdapterSlots | None = None,
 ) -> MemoryBudget:
-    """Return how the memory of the device is divided, if the engine uses `fraction` of it. The pool gets the
-    memory that steps, graphs, weights and other processes do not need.
+    """Return how the memory of the device is divided, if the engine uses `fraction` of it. The pool gets the memory
+    that steps, graphs, weights and other processes do not need.
 
-    On a GPU a trial step measures the memory that steps need. A step of the engine has up to `rows`
-    sequences of up to `longest` tokens, and up to `tokens` prompt tokens. With `graphs`, memory for CUDA graphs
-    is reserved too. `drafted_models` is the number of models with graphs for steps with drafts: 0 without
-    speculation, 2 with a draft model or head, and 1 with other proposers. With `lora`, the trial step uses
-    adapters, whose slots must already be allocated. Takes seconds on a GPU. On a CPU the pool has a fixed size.
+    On a GPU a trial step measures the memory that steps need, which takes seconds. On a CPU the pool has a fixed size.
     Raises ValueError if no memory is left.
+
+    - `rows`, `longest`, `tokens`: a step of the engine has up to `rows` sequences of up to `longest` tokens, and up to
+      `tokens` prompt tokens.
+    - `graphs`: memory for CUDA graphs is reserved, too.
+    - `drafted_models`: number of models with graphs for steps with drafts: 0 without speculation, 2 with a draft model
+      or head, and 1 with other proposers.
+    - `lora`: the trial step uses adapters. Their slots must already be allocated.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -145,7 +148,7 @@ def _trial(
     if vision is not None:
         for sample in vision.samples():
             vision.embed(sample)
-    runner.try_replay()  # its plans stay allocated
+    runner.try_replay()  # allocates the plans of a replay, which stay allocated
     slot = 0 if lora is None else 1
     works = [
         Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64), adapter=slot) for count in counts
@@ -163,9 +166,9 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens per step for offline batches on a large GPU. It is larger than the
-    number for serving: the batch finishes slightly earlier, although each token arrives later. Return None for
-    other devices, which use the number for serving.
+    """Return the number of prompt tokens per step for offline batches on a large GPU. A larger step makes the whole
+    batch finish slightly earlier, but delays each token, so servers use smaller steps. Return None for other devices:
+    they use the number for servers.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

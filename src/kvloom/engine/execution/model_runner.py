@@ -50,7 +50,7 @@ from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
-from .piecewise_graphs import PiecewiseGraphs, uncollected
+from .piecewise_graphs import PiecewiseGraphs, capturable
 
 __all__ = ["Mirror", "ModelRunner", "graph_sizes"]
 
@@ -60,8 +60,8 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes, in sequences, for up to `rows` sequences. There are few sizes, but steps still need
-    little padding."""
+    """Return the graph sizes, in sequences, for up to `rows` sequences. The sizes are few, but close enough that steps
+    need little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -136,7 +136,7 @@ class ModelRunner:
             "" if target is None else DRAFT_PREFIX,
             self._ranks,
         )
-        self.pages.expanded_tokens = tokens  # so many are part of the step that measures the memory budget
+        self.pages.expanded_tokens = tokens  # the memory budget covers this many
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
         """A function that returns a context, in which the model runs. A draft head sets this function, to store the
         target's hidden states of each step."""
@@ -229,13 +229,13 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return logits [positions, vocabulary], on the device, valid until the next step. Does not
-        wait.
+        """Compute a step. Return logits [positions, vocabulary] on the device. They are valid until the next step. Does
+        not wait.
 
-        Each `Work` in `works` has the tokens of one sequence. `wanted`, `whole` and `pooled` are indices in
-        `works`. The first rows of the result belong to `wanted`, by default to all of `works`: one row for the last
-        token, and one for each draft token. The next rows belong to `whole`, with one row for every token. The
-        hidden states of `pooled` are stored in `hidden_states`.
+        Each `Work` in `works` has the tokens of one sequence. `wanted`, `whole` and `pooled` are indices in `works`.
+        The result first has rows for each entry of `wanted` (None: all of `works`): one row for its last token, and one
+        for each draft token. Rows for each entry of `whole` follow, one for every token. The hidden states of `pooled`
+        are stored in `hidden_states`.
         """
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
@@ -245,7 +245,7 @@ class ModelRunner:
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
-        # Every layer gathers cold pages on the host, which a graph cannot contain.
+        # With cold pages, every layer gathers pages on the host. A graph cannot contain this work.
         has_cold_blocks = any(work.sequence.cold_blocks for work in works)
         has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
         if single and self._sizes and not has_cold_blocks and not has_new_states:
@@ -291,7 +291,7 @@ class ModelRunner:
             logits = self._forward(batch, last)
         finally:
             hook.remove()
-        # A model that runs one sequence after the other calls its decoder several times.
+        # A model that computes one sequence after the other calls its decoder once per sequence.
         every = states[-1] if len(states) == 1 else torch.cat(states)
         self.hidden_states = [every[batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
         return logits
@@ -323,18 +323,17 @@ class ModelRunner:
         self._run_steps(
             [[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose
         )
-        if self.tokens >= 2 * limit:  # a prompt cannot fill a step alone
+        if self.tokens >= 2 * limit:  # one prompt cannot fill a step
             self._run_steps([[limit] * (self.tokens // limit)], limit)
-        self._run_steps([[limit // 16], [limit // 4], [20]], limit)  # small: attention splits its work
-        self._run_steps(
-            [[limit // 3, limit // 3]], limit
-        )  # short prompts, with sizes that libraries do not support
-        self._run_steps([[limit], [limit]], limit)  # the same shape as chunks of a long prompt
+        # Small steps, in which attention splits its work.
+        self._run_steps([[limit // 16], [limit // 4], [20]], limit)
+        self._run_steps([[limit // 3, limit // 3]], limit)  # sizes that attention libraries do not support
+        self._run_steps([[limit], [limit]], limit)  # two chunks of one long prompt
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began = time.perf_counter()
         begin.record()
-        tokens = self._run_steps([[limit]], limit)  # run again after everything is compiled
+        tokens = self._run_steps([[limit]], limit)  # timed after all kernels are compiled
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
@@ -348,12 +347,12 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run several steps of the same temporary sequences. Return the number of tokens computed in all steps.
+        """Run several steps of the same temporary sequences, and pass the logits of each step to `choose`. Return the
+        number of tokens computed in all steps.
 
-        `shapes` has one list per step: the number of tokens of each sequence. A number is reduced if the step would
-        otherwise have more than `self.tokens` tokens. A sequence is left out of a step if the pool is too small for
-        it, or if it would become too long. Each sequence is opened with a prompt of `limit` tokens. Each step
-        passes its logits to `choose`.
+        `shapes` has one list per step: the number of tokens of each sequence. A step computes at most `self.tokens`
+        tokens, so a number may be reduced. A sequence is left out of a step if the pool is too small for it, or if it
+        would become too long. `limit` is the length of the prompt with which each sequence is opened.
         """
         open_: dict[int, Sequence] = {}
         done = 0
@@ -386,14 +385,14 @@ class ModelRunner:
         return done
 
     def find_adapter_layers(self) -> None:
-        """Run a step of one token on temporary pages. Afterwards, adapters for layers that this step did not call are
-        refused."""
+        """Run a step of one token on temporary pages, to record which layers it calls. Adapters for other layers are
+        then refused."""
         assert self._lora is not None
         self._run_steps([[1]], 1)
         self._lora.refuse_uncalled()
 
     def try_replay(self) -> None:
-        """Run the largest decode step once on padding, without a graph, so that a trial can measure its memory."""
+        """Run the largest decode step once on padding, without a graph. A trial measures its memory."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
@@ -448,8 +447,8 @@ class ModelRunner:
 
     def _share(self, works: Many[Work], size: int) -> bool:
         """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device, so
-        that attention reads them once. If the sequences are the same as in the previous call, the previous result
-        is returned without a search.
+        that attention reads them once. If the sequences are the same as in the previous call, this method returns the
+        previous result without a search.
         """
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
@@ -484,7 +483,7 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             try:
-                with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
+                with capturable(self.device), torch.cuda.graph(graph, pool=self._memory()):
                     logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
             except torch.OutOfMemoryError:
                 raise
@@ -539,14 +538,14 @@ class ModelRunner:
         return x if self.pages.divided is None else self.pages.divided.own(x, -1)
 
     def _join_hidden_states(self, _: Any, __: Any, found: Any) -> None:
-        """Replace the hidden states of own tokens by those of all tokens, after the decoder has run."""
+        """Hook after the decoder: replace the hidden states of this rank's tokens by those of all ranks' tokens."""
         if self.pages.divided is not None:
             found.last_hidden_state = self.pages.divided.join(found.last_hidden_state[0])[0][None]
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens in one partial sum of batch-invariant attention, for sequences of up to `longest`
-    tokens. With this number, a sequence has enough partial sums to fill a device, but at most 64.
+    """Return the number of tokens in one partial sum of batch-invariant attention. A sequence of `longest` tokens then
+    has at most 64 partial sums, which are enough to fill a device.
     """
     return max(512, -(-longest // (64 * 512)) * 512)
 

@@ -120,8 +120,8 @@ class OutputProcessor:
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
     def settle_masks(self) -> None:
-        """Finish requests whose late grammar mask has arrived and shows that the output must end now. An output
-        must end if the grammar is complete, allows no token, or has failed. Does not wait.
+        """Check the late grammar masks that have arrived. Finish a request if its grammar is complete, allows no token,
+        or has failed. Does not wait.
         """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
@@ -136,8 +136,8 @@ class OutputProcessor:
                 self._finish(request, "stop")
 
     def resume(self, request: Request, tokens: Sequence[int]) -> None:
-        """Apply output tokens that another engine generated to a new request. If a stop condition is met within
-        these tokens, the request finishes.
+        """Give a new request the output tokens `tokens`, which another engine generated. If a stop condition is met
+        within these tokens, the request finishes.
         """
         for token in tokens:
             request.tokens.append(token)
@@ -234,7 +234,7 @@ class OutputProcessor:
             return
         beams.finish()
         for slot in beams.slots:
-            slot.beams = None  # each slot finishes separately
+            slot.beams = None  # from here on, each beam finishes as a separate request
         for slot, why in zip(beams.slots, beams.endings, strict=True):
             if slot.text is not None:
                 hides_end = why == "stop" and not slot.params.include_stop_str_in_output

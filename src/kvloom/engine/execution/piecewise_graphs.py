@@ -2,10 +2,9 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so attention is launched normally. All other work depends only
-on the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written
-to page 0, and attention skips them. All graphs use the same memory, so each step overwrites the tensors of the
-step before.
+The work of attention differs in each step, so attention is launched without a graph. All other work depends only on the
+number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page 0, and
+attention skips them. All graphs use the same memory, so each step overwrites the tensors of the step before.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvloom.kernels.device import upload
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 
-__all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
+__all__ = ["PiecewiseGraphs", "capturable", "piece_sizes"]
 
 MARGIN = 1.5
 """Steps with few tokens take longer on the host than on the device. At a certain number of tokens, both times are
@@ -32,22 +32,38 @@ equal. Graphs are used for steps of up to MARGIN times this number.
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Return a context manager that turns garbage collection off. During a capture, the collector could destroy an
-    old graph, and the capture would fail.
+def capturable(device: torch.device) -> Iterator[None]:
+    """Return a context manager for the capture of a graph on `device`. It turns garbage collection off: the collector
+    could destroy an old graph, and the capture would fail. Scalar tensors that modeling code creates are created on the
+    device, because a capture cannot copy them from the host (Gemma 3n).
     """
     before = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _ScalarsOn(device):
+            yield
     finally:
         if before:
             gc.enable()
 
 
+class _ScalarsOn(TorchFunctionMode):
+    """Makes `torch.tensor(number)` create its tensor on a device, without a copy from the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float):
+            return torch.full((), args[0], dtype=kwargs.get("dtype"), device=self._device)
+        return function(*args, **kwargs)
+
+
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes, in tokens, for steps of up to `tokens` tokens. There are few sizes, but steps still
-    need little padding."""
+    """Return the graph sizes, in tokens, for steps of up to `tokens` tokens. The sizes are few, but close enough that
+    steps need little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
@@ -120,7 +136,7 @@ class PiecewiseGraphs:
         chosen = range(len(works)) if wanted is None else wanted
         each = [np.arange(bounds[i + 1] - 1 - works[i].drafts, bounds[i + 1]) for i in chosen]
         ends = np.concatenate([np.zeros(0, np.int64), *each])
-        last = np.zeros(len(self._last), np.int64)  # clears the entries of a larger size
+        last = np.zeros(len(self._last), np.int64)  # also clears entries that a larger graph left
         last[: len(ends)] = ends
         self._stage.send(works, self._stage.rows + 1, size)
         self._last.copy_(upload(last, self._stage.device))
@@ -152,7 +168,7 @@ class PiecewiseGraphs:
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
             recording = _Recording(size, self._results, pool)
-            with uncollected():
+            with capturable(device):
                 recording.open()
                 try:
                     batch = stage.packed(size, self._chosen)
@@ -221,8 +237,8 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the memory of `x` that does not keep this memory allocated. Later tensors may then reuse
-    the memory.
+    """Return a tensor that uses the memory of `x` but does not keep this memory allocated. Later tensors may therefore
+    reuse the memory.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {

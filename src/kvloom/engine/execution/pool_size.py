@@ -86,7 +86,7 @@ class PoolSize:
     def _shrink(self, slabs: int) -> None:
         self._apply_copies()
         removed = self._cache.shrink(slabs)
-        self._apply_copies()  # compaction has moved pages out of the removed slabs
+        self._apply_copies()  # moves the pages of removed slabs before their memory is unmapped
         self._memory.unmap(removed)
 
 

@@ -19,9 +19,8 @@
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
-The figure shows the life of a load job. Words in capitals are the `Phase` of the job, which is what its request does
-meanwhile. The head of a prompt is its start, and the tail is its end. A chunk is a group of pages that are loaded
-together:
+The figure shows the life of a load job. Words in capitals are values of `Phase`: what the request does during the job.
+The head of a prompt is its start, and the tail is its end. A chunk is a group of pages that are loaded together:
 
     prefetch, before_admission
         │

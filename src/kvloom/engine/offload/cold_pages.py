@@ -1,12 +1,12 @@
 """Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
 memory.
 
-1. A request can outgrow the pool if its prompt and its longest output together do not fit. It is admitted only if all
+1. If the prompt and the longest output of a request together do not fit the pool, the request is admitted only if all
    its full-attention pages fit into host memory (`scheduling/feasibility.py`). The request is called long as soon as it
    has cold pages, or from the start if its prompt alone does not fit the pool. `Scheduler` runs as many long requests
    at a time as host memory has space for.
-2. Only layer groups with full attention have cold pages. Windows drop their old pages in any case, and a state is one
-   page.
+2. Only layer groups with full attention have cold pages. Windowed groups release their old pages, and a state is a
+   single page.
 3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
    This module copies the pages to host memory and then releases them. The sequence owns the leases of its cold pages
    (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
@@ -14,7 +14,7 @@ memory.
    over the cold pages, a part at a time (`kernels/attention/cold.py`). Keys are stored after rotation, so their
    positions do not change.
 5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`), and
-   all of them stay in host memory like other pages. Two kinds of sequences can start after these pages (`find`,
+   all of them stay in host memory like other pages. Two kinds of requests can resume after these pages (`find`,
    `start`): the same request after a preemption, and another long request with the same prompt. Requests with shorter
    prompts load the pages into the pool.
 6. A long request publishes nothing in the prefix cache, because every path of the radix tree must begin at its root,
@@ -107,7 +107,7 @@ class ColdPages:
         return int(MAX_HOST_SHARE * self._host.limit_of(tenant))
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the bytes of all pages that can become cold in a sequence of `tokens` tokens."""
+        """Return the bytes of all pages that can become cold (move to host memory) in a sequence of `tokens` tokens."""
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:
@@ -124,7 +124,7 @@ class ColdPages:
         runs, keep = sequence.cold_runs, self._keeps(request)
         parent = runs[-1].last_hash if runs else None
         if parent is None and not keep:
-            parent = secrets.token_bytes(HASH_BYTES)  # no other request has these hashes
+            parent = secrets.token_bytes(HASH_BYTES)  # a random parent: no other request gets these hashes
         first, block = sequence.cold_blocks, self._cache.block_tokens
         hashes = self._block_hashes(request, first, (first + len(rows)) * block, parent)
         leases: list[Lease] = []
@@ -151,9 +151,9 @@ class ColdPages:
         """Copy the pages of a long request to host memory, so that a later request can resume at its end. Call this
         method before the sequence is closed.
 
-        Does nothing if the request stores no pages, or if host memory is full. Does nothing either if the sequence has
-        no state yet: it has computed no token since it was opened. If a copy fails, no error is raised, and later
-        requests recompute the pages.
+        Does nothing if the request stores no pages, or if host memory is full. Does nothing if the sequence has
+        computed no token since it was opened, because it then has no state. If a copy fails, no error is raised, and
+        later requests recompute the pages.
         """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
@@ -218,7 +218,8 @@ class ColdPages:
             found.release()
             return False
         try:
-            self._apply_copies()  # first read evicted pages and move compacted pages, because the copies overwrite them
+            # Pending offloads and moves must read their pages first, because the new copies overwrite these pages.
+            self._apply_copies()
             pages = self._visible_pages(request, sequence, found.position)
             for (group, _, _, ids), lease in zip(pages, found.visible, strict=True):
                 self._pages.load(group, ids, lease.offsets).synchronize()

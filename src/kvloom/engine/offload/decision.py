@@ -14,8 +14,7 @@ class Action(Enum):
     COMPUTE = "compute"
     """Compute tokens, up to `Decision.until`."""
     WAIT = "wait"
-    """Compute nothing in this step, because the pages in transfer will arrive before the request could compute their
-    tokens.
+    """Compute nothing in this step. The pages in transfer arrive sooner than the request could compute their tokens.
     """
     NO_FREE_PAGES = "no free pages"
     """A tier has pages of the request, but the pool has no free pages for them. The scheduler decides whether the

@@ -1,4 +1,4 @@
-"""A hand-over: a prefill worker computes a prompt, and at the same time this worker pulls its pages into host memory.
+"""A hand-over: while a prefill worker computes a prompt, this worker pulls the prompt's pages into its own host memory.
 
     prefill worker   chunk 0 ──▶ chunk 1 ──▶ chunk 2 ──▶ checkpoint      each finished chunk enters its host memory
     this worker            pull 0      pull 1      pull 2      pull      ──▶ the usual load job copies them into the pool
@@ -98,7 +98,7 @@ class HandOver:
     ) -> None:
         self._transfers, self._forms, self._tenant, self._public = transfers, forms, tenant, public
         self._needed, self._peer, self._patience = needed, peer, patience
-        self._found = 0  # number of entries of `needed` that host memory has, or that are in transfer
+        self._found = 0  # entries of `needed` in host memory or in transfer
         self._pulls: list[_Pull] = []
         self._lookup: TierLookup | None = None
         self._asked: list[list[Page]] = []
@@ -181,7 +181,8 @@ class HandOver:
         objects = self._objects(self._asked[:count], all_runs=True)
         tier_of: dict[bytes, int] = {}
         for one in objects:
-            # A lookup asks for the first of the pages that a block owns in a group; the others are in the same tier.
+            # If a block owns several pages in a group, a lookup asks only for the first. The others are in the same
+            # tier.
             firsts = Objects(one.block_hashes, one.group, self._forms[one.group][0]).keys
             for key, first in zip(one.keys, firsts, strict=True):
                 if first in lookup.queue_of and key not in self._transfers.host:
@@ -193,8 +194,8 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Return pages as objects for tiers, by layer group. `entries` are entries of `needed_pages`. If a block owns
-        several pages (runs) in a group, `all_runs` includes all of them, else only the first.
+        """Return pages as objects for tiers, by layer group. `entries` are entries of `needed_pages`. A block may own
+        several pages (runs) in a group. `all_runs` includes all of them; otherwise only the first is included.
         """
         hashes: dict[tuple[int, str], list[bytes]] = {}
         for entry in entries:

@@ -146,10 +146,11 @@ def open_host(
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier for the pages of `layout` (`PoolLayout.whole`). Its slab size is a multiple of the layout's slab
-    size. For a GPU its memory is pinned.
-    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes
-    of the ranks may also write to it. Returns the tier and the shared memory. The shared memory is None without
-    `shared` on one rank, or if the system does not support it. Several ranks then raise ValueError.
+    size. For a GPU its memory is pinned. Returns the tier and its shared memory, or None instead of the shared memory.
+
+    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of
+    the ranks may also write to it. Without `shared`, one rank uses no shared memory. If the system has no shared
+    memory, one rank runs without it, and several ranks raise ValueError.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -167,7 +168,8 @@ def open_host(
     if device.type == "cuda":
         pin_memory(tier.arena)
         address = int(tier.arena.ctypes.data)
-        _pinned[address] = weakref.finalize(tier, _unpin, address)  # for a tier that is never closed
+        # Unpins the memory of a tier that is never closed.
+        _pinned[address] = weakref.finalize(tier, _unpin, address)
         _pinned[address].atexit = False
     return tier, memory
 
@@ -186,15 +188,15 @@ _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
 
 
 def _unpin(address: int) -> None:
-    """Unpin memory before it is freed. Otherwise the system could not pin the same addresses again."""
+    """Unpin memory. Call this before the memory is freed, or the system cannot pin the same addresses again."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """The start and the end of a copy to the device, as two CUDA events of its stream. The device's clock times the
-    copy."""
+    """Two CUDA events: at the start and at the end of a copy to the device. They time the copy by the device's
+    clock."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -226,7 +228,7 @@ class RankCopies(Protocol):
         ...
 
     def share(self, memory: SharedMemory) -> None:
-        """Let all ranks map the arena, and wait until they have done so."""
+        """Let all ranks map the arena (the memory of the host tier), and wait until they have done so."""
         ...
 
     def offload(self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]) -> int:
@@ -247,7 +249,7 @@ class RankCopies(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """Record that rank 0 has not made a copy that the other ranks make. The group cannot continue."""
+        """Stop the group: rank 0 has failed to make a copy that the other ranks have made."""
         ...
 
 
@@ -296,7 +298,7 @@ class HostPages:
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
         self._load_stream: torch.cuda.Stream | None = None
-        if buffer.is_cuda:  # a higher priority than the model's kernels, like the copiers' streams
+        if buffer.is_cuda:  # same priority as the copiers' streams, above the model's kernels
             self._load_stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
         self._memory = torch.from_numpy(arena)
         self._copiers: dict[int, Copier] = {}
@@ -327,18 +329,17 @@ class HostPages:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """Make later work on the current stream wait for `event`, on the device. Does nothing on a CPU, where the copy
-        is done, and other ranks make copies and steps in the order of rank 0."""
+        """Make later work on the device's current stream wait for the copy of `event`. Does nothing on a CPU, where the
+        copy is already done. The other ranks need no wait, because they make copies and steps in the order of rank
+        0."""
         if self._pool is not None:
             return
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before
-        the mark, and not for the work after it.
-
-        The last two marks are stored. `moved` means that copies inside the pool have written pages since the previous
-        mark, so earlier marks are dropped.
+        """Set a mark at the present end of the current stream. A later `offload` can then wait for the work before the
+        mark only. The last two marks are stored. `moved` means that copies inside the pool have written pages since the
+        previous mark. The earlier marks are then dropped.
         """
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -349,9 +350,9 @@ class HostPages:
         """Copy pages of a layer group to offsets in the arena, and return the event of the copy. Does not block on a
         GPU. On several ranks, every rank copies its part. If pages are equal on all ranks, only rank 0 copies them.
 
-        On a GPU, `age` selects the work on the current stream for which the copy waits: all work (0), work
-        before the last mark (1), or work before the second last mark (2). The caller must ensure that work after
-        this mark did not write the pages.
+        On a GPU, `age` selects the work on the current stream for which the copy waits. 0 means all work, 1 the work
+        before the last mark (see `mark`), and 2 the work before the second last mark. The caller must ensure that work
+        after this mark did not write the pages.
         """
         if self._ranks is None or group.spec.whole() == group.spec:
             return self._copy_out(group, pages, offsets, age)
@@ -373,7 +374,8 @@ class HostPages:
     @staticmethod
     @contextlib.contextmanager
     def _failing(ranks: RankCopies) -> Iterator[None]:
-        """Stop the group if a copy fails on rank 0, because the other ranks make the copy."""
+        """A context for a copy on rank 0. If the copy fails, stop the group, because the other ranks have made the same
+        copy."""
         try:
             yield
         except BaseException as error:

@@ -108,8 +108,8 @@ class ImageStore:
         return values.view(-1, self._hidden)[:tokens]
 
     def _read(self, objects: Objects, deadline: float) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of the pages `objects`. Return None if no tier has a page, or if it is not in host memory
-        before `deadline`."""
+        """Load the pages `objects` into host memory and return their bytes. Return None if no tier has one of the
+        pages, or if a page does not arrive before `deadline`."""
         transfers = self._transfers
         lookup = transfers.lookup([objects])
         while not lookup.done:  # bounded by the lookup's own deadline

@@ -50,9 +50,9 @@ class LoadLookup:
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
-    """The query that some tiers have not answered yet."""
+    """The running lookup. None before its start and after its end."""
     tier_of: dict[bytes, int] = field(default_factory=dict)
-    """For each page that host memory lacks, by key: the index of a tier that has the page."""
+    """Maps the key of each page that host memory lacks to the index of a tier that has the page."""
     is_complete: bool = False
 
 
@@ -82,7 +82,7 @@ class TierTransfer:
     pages_by_tier: Counter[int] = field(default_factory=Counter)
     """Number of pages that arrived, by index of the tier."""
     bytes_from: np.ndarray | None = None
-    """Bytes to load for a block and all later blocks, by tier: [tier, block]."""
+    """[tier, block]: bytes to load from a tier for this block and all later blocks."""
     deadline: float = 0.0
 
     @property
@@ -103,7 +103,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """For each page of the reservation, whether it is copied: [block, column of the block table]."""
+    """[block, column of the block table]: whether this page of the reservation is copied."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent | RankEvent] = field(default_factory=list)
 
@@ -112,8 +112,8 @@ class PoolCopy:
         return all(event.query() for event in self.events)
 
     def seconds(self, now: float) -> float:
-        """Return the seconds that the finished copies took. On a GPU the device's clock measures them, except
-        with several ranks."""
+        """Return the seconds that the finished copies took. A single GPU measures them with its own clock. Otherwise
+        the host's clock counts."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
             return now - self.started
@@ -133,7 +133,7 @@ class LoadJob:
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 
     A job with `is_prefetch` belongs to no queued request, and ends when its pages are in host memory. `can_wait` means
-    that other requests are scheduled before this one, so waiting for pages costs the request no time.
+    that other requests are scheduled before this one, so the request loses no time if it waits for pages.
     """
 
     request: Request
@@ -171,8 +171,6 @@ class LoadJob:
             request.loads.append((tier_names[0], copy.started, now, left))
         if request.cached_tokens is None or (self.phase is Phase.RESUMING and not request.preemptions):
             request.first_loads = len(request.loads)
-            if (
-                request.cached_tokens is not None and tokens
-            ):  # the request has already started, and computed the start of its prompt
+            if request.cached_tokens is not None and tokens:  # the request has already started to compute
                 request.cached_tokens += tokens
-                request.pool_miss = None  # the hit now ends after the loaded tokens, so the next start records position and reason again
+                request.pool_miss = None  # the next start records where the longer hit ends

@@ -3,8 +3,9 @@
     0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
 The request computes its prompt from the start while pages load from the end. When both meet, the request resumes after
-the loaded tokens. Estimates decide only how many tokens the next step computes, and whether the request waits. They do
-not affect the output. A wrong decision to wait costs a bounded time. This module does not read a clock.
+the loaded tokens. Estimated times decide only how many tokens the next step computes, and whether the request waits.
+They do not affect the output. If an estimate is wrong, the request waits in vain for a bounded time. The caller passes
+the time of the clock.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Estimates:
     load_seconds: Callable[[int], float] | None
     """A function: position → seconds until all pages from this position on are loaded."""
     inflight_seconds: float | None
-    """Seconds until the in-flight step of this request ends. Until then, waiting costs nothing. None if the request is
-    in no in-flight step.
+    """Seconds until the in-flight step of this request ends. The request loses no time by waiting until then. None if
+    no in-flight step computes the request.
     """
     max_lost_seconds: float
     """Largest number of seconds that the request may lose by waiting."""
@@ -92,11 +93,12 @@ class LoadOrRecompute:
     def may_wait(
         self, loaded_from: int, compute_seconds: Callable[[int], float] | None, max_lost: float, now: float
     ) -> bool:
-        """Start or continue a wait for pages. Return whether the request may wait longer: whether the time that it has
-        lost so far (see `seconds_lost`) is at most `max_lost` seconds.
+        """Start or continue a wait for pages. Return whether the request may wait longer. It may wait while it has lost
+        at most `max_lost` seconds (see `seconds_lost`).
         """
         if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
-            self._end_wait(self._loaded_at_wait, compute_seconds, now)  # the wait so far was for the lookup
+            # Until now, the request waited for the lookup.
+            self._end_wait(self._loaded_at_wait, compute_seconds, now)
         if self._waiting_since is None:
             self._waiting_since, self._loaded_at_wait = now, loaded_from
         return self._lost(loaded_from, compute_seconds, now) <= max_lost
@@ -104,8 +106,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return the function `load`, corrected for a load that is slower than expected. Its results are multiplied
-        by elapsed time / expected time. This factor is at least 1.
+        """Return a corrected version of the estimate `load`, for a load that is slower than expected. The results of
+        `load` are multiplied by elapsed time / expected time, but at least by 1.
 
         The elapsed time counts from the first decision. The expected time is the estimate for the tokens loaded
         since then and for the next `next_tokens` tokens, which may still be in transfer.
@@ -118,7 +120,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks. At most `gap`."""
+        """Return `tokens`, rounded up so that gap - tokens is a multiple of `block`. The result is at most `gap`."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

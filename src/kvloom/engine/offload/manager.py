@@ -62,7 +62,7 @@ _COMPUTE = Decision(Action.COMPUTE)
 
 
 def _innermost(place: OpenTier) -> Tier:
-    """Return the tier that stores the pages. If other tiers wrap it to convert pages, they are skipped."""
+    """Return the tier that stores the pages, without the tiers that wrap it to convert pages."""
     tier: Tier = place.tier
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
@@ -127,7 +127,8 @@ class OffloadManager:
         """Whether a tier stores re-encoded pages, for requests that accept them."""
         self._jobs: dict[Request, LoadJob] = {}
         self._hand_overs: dict[Request, HandOver] = {}
-        self._offering: dict[Request, int] = {}  # requests that offer pages, and the tokens offered so far
+        # Requests whose pages are offered to other workers, and the tokens offered so far.
+        self._offering: dict[Request, int] = {}
         self._inflight_requests: Collection[Request] = ()
         self._inflight_until = 0.0
         self._prefill_time = TimeModel()
@@ -214,11 +215,9 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are
-        loaded. Does not start a load.
-
-        The seconds are 0 if no load was measured. Returns None while the tiers look up the pages. If host memory is the
-        only tier, the call costs a load plan.
+        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are loaded.
+        Does not start a load. The seconds are 0 if no load was measured. Returns None while the tiers look up the
+        pages. If host memory is the only tier, the call makes a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0
@@ -251,9 +250,9 @@ class OffloadManager:
     def before_prefill(self, request: Request) -> Decision:
         """Decide the action of a running request with uncomputed prompt tokens for this step.
 
-        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME
-        once the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between the
-        computed and the loaded tokens will be loaded sooner than they can be computed. Otherwise returns COMPUTE.
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
+        all uncomputed tokens before the end of the load plan are loaded. Returns WAIT if the tokens that are neither
+        computed nor loaded can be loaded sooner than computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
         if job is None:
@@ -271,8 +270,8 @@ class OffloadManager:
     def is_pending(self, request: Request, has_followers: bool) -> bool:
         """Return whether a waiting request must continue to wait for its pages.
 
-        `has_followers` means that other requests wait for the same pages. In this case, pages whose copies are done
-        enter the prefix cache during this call, and not only when the request is scheduled.
+        `has_followers` means that other requests wait for the same pages. In this case, this call publishes copied
+        pages in the prefix cache at once. Otherwise they are published when the request is scheduled.
         """
         if request in self._hand_overs:
             return True
@@ -293,8 +292,8 @@ class OffloadManager:
     def copying_requests(self) -> list[tuple[Request, int]]:
         """Return the requests that wait only for copies between pool and host memory. O(jobs).
 
-        Each request comes with the number of tokens for which pages of the pool are reserved. This number is 0 if the
-        copy into the pool cannot start yet, because a needed page is still being offloaded.
+        Returns pairs: the request, and the number of tokens for which pages of the pool are reserved. The number is 0
+        if the copy into the pool cannot start yet, because a needed page is still being offloaded.
         """
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
@@ -383,7 +382,7 @@ class OffloadManager:
                 del self._jobs[job.request]
             elif job.phase is Phase.COMPUTING and job.lookup.plan is not None and job.lookup.is_complete:
                 if job.lookup.plan.resume - job.request.computed < self.cache.block_tokens:
-                    self.cancel(job.request)  # the request has computed its prompt meanwhile
+                    self.cancel(job.request)  # the request has already computed its prompt
         if time.monotonic() > self._save_at:
             self._save_state()
 
@@ -416,13 +415,14 @@ class OffloadManager:
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the current position in the device's stream, so that an offload of older pages need not wait for later
-        work. Call this method before a step, and after copies inside the pool (`pages_moved`)."""
+        """Mark the current position in the device's stream. An offload of pages that were written before the mark then
+        waits only for the work before the mark. Call this method before a step, and after copies inside the pool
+        (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Evict and offload pages while `is_busy()` returns True. The device is then busy, so the host has time to
-        spare.
+        """Evict and offload pages while `is_busy()` returns True. The host has time for this work while the device is
+        busy.
         """
         self._store.offload_ahead(is_busy)
 
@@ -436,7 +436,7 @@ class OffloadManager:
         progress, sleep until a page may have arrived.
         """
         self._offer_pages()
-        self.flush()  # the next step may start much later
+        self.flush()  # do not wait for the next step, which may start much later
         if finished is not None:
             self.observe_prefill(finished.prompt_tokens, time.perf_counter() - started)
         elif inflight is None and (is_waiting or self.is_prefetching):
@@ -576,7 +576,7 @@ class OffloadManager:
             return None
         query = self.cache.loading.first_query(match)
         if query is not None and self._store.is_queued(query.hashes):
-            self._store.flush()  # this step evicted pages that the request needs
+            self._store.flush()  # the request may need pages that this step evicted
         if not self.transfers.queues:
             if self.host.is_empty:
                 return None
@@ -587,8 +587,8 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether a running request can resume after its loaded tokens, because its computed tokens reach them.
-        If so, cancel the transfers that are left.
+        """Return whether a running request can resume after its loaded tokens, because it has computed all tokens
+        before them. If so, cancel the remaining transfers.
         """
         request, transfer = job.request, job.transfer
         if job.phase is not Phase.COMPUTING or (
@@ -630,7 +630,7 @@ class OffloadManager:
             outcome = self._pool.start(job, match)
         except BaseException:
             if job.copy is not None:
-                self.cancel(job.request)  # otherwise pages without data would be published
+                self.cancel(job.request)  # or pages without data would be published
             raise
         if outcome is CopyStart.COPYING:
             return self._finish_copy(job)

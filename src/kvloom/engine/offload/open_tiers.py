@@ -45,9 +45,9 @@ memory. False: on a CPU. True: on a GPU."""
 
 @contextmanager
 def opened_tiers(tiers: Many[str | OpenTier]) -> Iterator[list[str | OpenTier]]:
-    """Open the required tiers, except host memory, before a model is loaded. The `with` block gets `tiers`, in which
-    host memory and optional tiers remain URLs. If the `with` block fails, the tiers are closed. Raises ValueError for
-    a tier that cannot be opened.
+    """Open the required tiers, except host memory, before a model is loaded. Yields the list `tiers` with opened tiers
+    in place of their URLs. Host memory and optional tiers stay URLs. If the `with` block fails, the tiers are closed.
+    Raises ValueError for a tier that cannot be opened.
     """
     check_tiers(text for text in tiers if isinstance(text, str))
     found: list[str | OpenTier] = []
@@ -104,7 +104,7 @@ def open_offload(
         if ranks is not None:
             assert memory is not None
             ranks.share(memory)
-            memory = None  # other processes must not map memory that ranks write to: they use TCP
+            memory = None  # ranks write to this memory, so other processes must use TCP instead of mapping it
         others = [text for text in tiers if text not in hosts]
         places, unavailable = open_tiers(others, shares, lambda place: _checked(place, whole))
     except BaseException:

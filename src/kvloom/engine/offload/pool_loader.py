@@ -103,7 +103,8 @@ class PoolLoader:
             return CopyStart.NOT_WORTH
         started, count = time.monotonic(), sum(len(pages.hashes) for pages in missing)
         leases = []
-        for pages in missing:  # leased first, because the reservation may evict pages to host memory, and they must not replace these pages
+        # Lease first: the reservation may evict pages to host memory, which must not replace these pages there.
+        for pages in missing:
             for form in self._tiers.forms_of(request)[pages.group.index]:
                 leases.append(self.host.acquire(Objects(pages.hashes, pages.group.index, form)))
         reservation = self.cache.loading.reserve(plan)
@@ -114,7 +115,8 @@ class PoolLoader:
             return CopyStart.NO_FREE_PAGES
         loaded = np.zeros_like(reservation.to_load)
         job.copy = PoolCopy(reservation, match.resume, size, count, started, leases, loaded)
-        self._apply_copies()  # evicted pages must be read and compacted pages moved first, because the copies overwrite them
+        # Pending offloads and moves must read their pages first, because the new copies overwrite these pages.
+        self._apply_copies()
         for pages in missing:
             self._copy_group(job, job.copy, pages.group)
         self._stats.load_jobs += 1

@@ -1,4 +1,5 @@
-"""Saves what an engine has learned in the folder of a disk tier, and loads it at the next start.
+"""Saves measured speeds and the samples of the eviction policy in the folder of a disk tier. Loads them at the next
+start.
 
 | file           | content                                                | without the file, after a restart            |
 |----------------|--------------------------------------------------------|----------------------------------------------|
@@ -43,8 +44,8 @@ class SavedState:
         self._folder, self._owner = folder, owner
 
     def save(self, times: Mapping[str, TimeModel], queues: Iterable[TierQueue], cache: KVCache) -> None:
-        """Write the files. Each replaces an older file at once. A failure is logged, and has no other effect. Takes
-        about 1 ms."""
+        """Write the files. Each file replaces its older version atomically. A failure is logged, and has no other
+        effect. Takes about 1 ms."""
         head = {"version": VERSION, "owner": self._owner}
         speeds = {
             "times": {name: time.values for name, time in times.items()},
@@ -55,8 +56,8 @@ class SavedState:
             self._write(REUSE, msgspec.msgpack.encode({**head, "learned": learned}))
 
     def load(self, times: Mapping[str, TimeModel], queues: Iterable[TierQueue], cache: KVCache) -> None:
-        """Read the files. Set the speeds of `times` and `queues`, and what the eviction policy of `cache` has learned.
-        A missing file has no effect. A damaged file is logged and has no effect."""
+        """Read the files. Set the speeds of `times` and `queues`, and the samples of the eviction policy of `cache`. A
+        missing file has no effect. A damaged file is logged and has no effect."""
         with _damage_is_logged(self._folder / SPEEDS):
             self._load_speeds(times, queues)
         with _damage_is_logged(self._folder / REUSE):

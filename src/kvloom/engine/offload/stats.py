@@ -38,4 +38,5 @@ class OffloadStats:
     """Number of pages that were copied to host memory."""
     offloaded_bytes: int = 0
     cold_pages: int = 0
-    """Number of pages of running requests that became cold, because the pool is too small for these requests."""
+    """Number of pages of running requests that were moved to host memory (cold pages), because the pool is too small
+    for these requests."""

@@ -2,9 +2,10 @@
 
     the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
-The host never waits for a copy. If a page is still cached, it is retained while the copy reads it. If the page is
-already evicted, later steps wait on the device until it is copied. Copies of evicted pages overlap the in-flight step,
-unless that step may have written the page. The cache decides which pages are offloaded, and when.
+The host never waits for a copy. A page that is still cached is retained while the copy reads it. For a page that is
+already evicted, later steps wait on the device until the page is copied. Copies of evicted pages run at the same time
+as the in-flight step, unless that step may have written the page. The cache decides which pages are offloaded, and
+when.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class PageOffloader:
             batches = [alike[0] if len(alike) == 1 else _joined(alike) for alike in queued.values()]
             for batch in sorted(
                 batches, key=self._age, reverse=True
-            ):  # older pages must not wait for younger pages
+            ):  # old pages must not wait for steps that wrote newer pages
                 self._offload(batch, is_unchanged)
         self.poll()
 
@@ -173,13 +174,15 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return for which work the copy of a batch must wait: 1 for the work before the last mark, 2 for the work
-        before the second last mark, 0 for all work (see `HostPages.offload`). Pages that stay cached get 0.
+        """Return the argument `age` of `HostPages.offload` for a batch. It selects the work for which the copy waits: 1
+        for the work before the last mark, 2 for the work before the second last mark, 0 for all work.
 
-        Evicted pages need not wait for all work, because the work that writes a page is launched before the page
-        enters the radix tree. Pages of a step enter the tree after the launch of the step, and loaded pages after
-        their copy. All later marks therefore follow these writes. A mark is also set after copies inside the pool.
-        Later work writes only to the unused part of a partial block.
+        Pages that stay cached get 0. Evicted pages need not wait for all work, because every mark that is set after a
+        page has entered the radix tree comes after the write of the page:
+
+        - A page enters the tree after the launch of the step or copy that writes it.
+        - A mark is also set after copies inside the pool.
+        - Later work writes only to the unused part of a partial block.
         """
         return batch.age if batch.evicted else 0
 
@@ -242,7 +245,7 @@ class PageOffloader:
         if not self.transfers.queues:
             return
         is_second_use = offload.was_hit and "second-use" in self._writes
-        if new is not None and not is_second_use:  # the tiers already have the other pages
+        if new is not None and not is_second_use:  # the other tiers already have the remaining pages
             objects = objects.take(np.flatnonzero(new))
         if len(objects):
             self.transfers.write_to_tiers(objects, offload.was_hit)

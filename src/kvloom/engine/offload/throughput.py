@@ -9,13 +9,13 @@ __all__ = ["TimeModel", "meeting_point"]
 
 class TimeModel:
     """Models the seconds of an amount of work as base + slope * amount, fitted by least squares. Older measurements
-    have less weight. Base and slope are at least 0. If amount 0 was measured, its seconds are the base, because
-    measurements of similar amounts do not determine the base well."""
+    have less weight. Base and slope are at least 0. If amount 0 was measured, its seconds are used as the base.
+    Measurements of similar amounts alone would not determine the base well."""
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Sum of the weights of three measurements. With fewer measurements the estimate is not trusted, because the first
-    measurement often includes one-time costs.
+    """Sum of weights from which the estimate is trusted: three measurements. The first measurement often includes
+    one-time costs.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class TimeModel:
 
     @property
     def values(self) -> list[float]:
-        """The sums of the fit, to save and restore the model."""
+        """The internal sums of the fit. Save and set them to restore the model."""
         return [self._n, self._x, self._y, self._xx, self._xy, *self._empty]
 
     @values.setter
@@ -56,9 +56,9 @@ class TimeModel:
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement: `amount` of work took `seconds`. If there are enough measurements, `seconds` above four
-        times the estimate count as four times the estimate. A single slow outlier then has a small effect, and
-        repeated slow measurements still raise the estimated seconds quickly.
+        """Add a measurement: `amount` of work took `seconds`. Once there are enough measurements, `seconds` is capped
+        at four times the estimate. A single outlier then has a small effect, and repeated slow measurements still raise
+        the estimate quickly.
         """
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):

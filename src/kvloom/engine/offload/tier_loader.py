@@ -138,10 +138,9 @@ class TierLoader:
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading `tokens` tokens in `seconds` is faster than computing them. `all_tokens` is the
-        number of missing tokens of the prompt. The time to compute `tokens` is the time to compute all missing
-        tokens, minus the time to compute the missing tokens that are not loaded. Returns True if nothing was
-        measured, or if the request always loads.
+        """Return whether loading `tokens` tokens in `seconds` is faster than computing them. `all_tokens` is the number
+        of missing tokens of the prompt. The saved compute time is the time for all missing tokens, minus the time for
+        the missing tokens that are not loaded. Returns True if nothing was measured, or if the request always loads.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -171,7 +170,7 @@ class TierLoader:
             return loaded_from - job.computed_to
         load, max_lost = self._load_seconds(job), self._max_lost_seconds(job)
         if not plan.match.control.store:
-            # Computed pages do not stay cached, so the request cannot resume after loaded tokens.
+            # The request caches no computed pages, so it cannot resume after loaded tokens.
             is_faster = (
                 not compute or not load or load(job.computed_to) < compute(loaded_from - job.computed_to)
             )
@@ -187,8 +186,8 @@ class TierLoader:
 
     def _collect(self, job: LoadJob) -> None:
         """Record arrived chunks, from the end of the prompt to its start. If a chunk is incomplete, cancel the
-        remaining chunks. Exception: in a model without states, the remaining chunks continue if no chunk has
-        arrived completely so far."""
+        remaining chunks. Exception: if no complete chunk has arrived yet and the model has no states, the remaining
+        chunks continue."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -210,7 +209,7 @@ class TierLoader:
         match, resume = plan.match, plan.resume
         transfer.loaded_from, matched_blocks, blocks = resume, match.matched // block, -(-resume // block)
         missing = plan.missing_pages()
-        # States, and window pages before the unmatched part, are needed at the end. They load with the last
+        # States, and window pages before the unmatched blocks, are needed only to resume. They load with the last
         # block.
         by_block: dict[int, list[tuple[int, int]]] = {}
         sizes = np.zeros((len(self.transfers.queues), blocks + 1), np.int64)
@@ -244,7 +243,7 @@ class TierLoader:
                 self._request_chunk(job, missing, chunk, (b + 1) * block)
                 chunk, requested = [], bytes_from[b + 1]
             if bytes_from[b] > MAX_HOST_SHARE * self.transfers.host.capacity:
-                first = (b + 1) * block  # with more pages, host memory would evict pages that arrived earlier
+                first = (b + 1) * block  # stop here: more pages would evict earlier ones from host memory
                 break
             chunk += by_block.get(b, [])
         if chunk:
@@ -308,7 +307,8 @@ class TierLoader:
         loaded = bytes_from[:, loaded_block]
         lowest = chunks[-1].first // block if chunks else loaded_block
         requested = lowest if chunks else 0  # pages before this block are never loaded
-        queues = []  # for each tier that has pages: its number, the seconds until this job's turn, its bytes per second
+        # For each tier with pages: its number, the seconds that its queue needs before this job, its bytes per second.
+        queues = []
         for number, queue in enumerate(self.transfers.queues):
             if bytes_from[number, 0]:
                 rate = queue.throughput.bytes_per_second
@@ -382,13 +382,13 @@ class TierLoader:
         job.transfer.chunks.append(LoadChunk(first, wanted, fetches, pages_by_tier))
 
     def _objects(self, pages: MissingPages, job: LoadJob) -> list[Objects]:
-        """Return missing pages as objects for tiers. The result has one entry for each page that a block owns in the
-        layer group. The first entry has the first page of every block, the second entry the second page, and so on."""
+        """Return missing pages of a layer group as objects for tiers. If a block owns n pages in the group, the result
+        has n entries. Entry i contains page i of every block."""
         group = pages.group.index
         tenant = _tenant(pages, job.request)
         return [Objects(pages.hashes, group, form, tenant) for form in self.forms_of(job.request)[group]]
 
 
 def _tenant(pages: TierQuery | MissingPages, request: Request) -> str:
-    """Return the tenant under whose name tiers store pages of a request."""
+    """Return the tenant to which tiers count pages of a request."""
     return PUBLIC_TENANT if pages.is_public else request.control.tenant

@@ -19,9 +19,8 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Cuts pages in host memory into units of HASH_TOKENS tokens, and stores the units in host memory, too. Workers
-    of every block size can use units. Works in background threads. If host memory has no space for a unit, the
-    unit is left out.
+    """Cuts pages in host memory into units of HASH_TOKENS tokens, in background threads. Stores the units in host
+    memory, too. Workers of every block size can use units. A unit for which host memory has no space is skipped.
     """
 
     def __init__(self, host: HostTier, forms: Mapping[Form, UnitForm]) -> None:
@@ -29,8 +28,8 @@ class UnitCopies:
         self._pending: list[tuple[Transfer, Lease]] = []
 
     def copy(self, objects: Objects) -> None:
-        """Start to copy pages (`objects`) inside host memory. Each copy is cut into units, pages of HASH_TOKENS
-        tokens. Skips pages that host memory does not have. Does not block."""
+        """Start to copy the pages `objects` inside host memory, as units of HASH_TOKENS tokens. Skips pages that host
+        memory lacks. Does not block."""
         self.poll()
         if self._tier.stored_form(objects.form) == objects.form:
             return  # states do not depend on the block size

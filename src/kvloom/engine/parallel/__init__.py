@@ -11,9 +11,9 @@ rank_adapters.py LoRA adapters on ranks
 step_channel.py  StepChannel: messages in shared memory, from rank 0 to all others
 rank_process.py  the process of a rank: loads its part of the model, then repeats the steps of rank 0
 
-Each rank computes a part of the model, or reads a part of the context. The ranks join their partial results (sums and
-gathers between ranks). Each rank has its own pool, with its part of every page. Page ids are the same on all ranks, so
-the block tables of rank 0 are valid everywhere. Only rank 0 samples tokens.
+With tensor parallelism each rank computes a part of the model. With context parallelism each rank reads a part of the
+context. The ranks then add up or gather their partial results. Each rank has its own pool, with its part of every page.
+Page ids are the same on all ranks, so the block tables of rank 0 are valid everywhere. Only rank 0 samples tokens.
 """
 
 from .group import RankGroup, load_ranks

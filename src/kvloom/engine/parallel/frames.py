@@ -1,5 +1,5 @@
-"""Messages on the socket between rank 0 and another rank: a length of 8 bytes, then the message. For a step, only the
-length is sent, because the step itself is in shared memory.
+"""Messages on the socket between rank 0 and another rank: a length of 8 bytes, then the message. For a step, the socket
+carries only the length, because the step itself is in shared memory.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank, if rank 0 uses `device`. GPUs have consecutive numbers."""
+    """Return the device of a rank. If rank 0 uses GPU n (`device`), rank r uses GPU n + r."""
     return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
 
 
@@ -102,7 +102,8 @@ def load_ranks(
 
 
 class DraftMirror:
-    """Watches the steps of a draft model. The other ranks do not repeat them."""
+    """The mirror of a draft model's runner. Only rank 0 runs draft steps, so this mirror sends nothing to the other
+    ranks. It records the block table entries that a draft step changes, for the next step of the target."""
 
     def __init__(self, writer: StepWriter) -> None:
         self._writer = writer
@@ -213,7 +214,7 @@ class RankGroup:
         threading.Thread(target=self._watch, name="kvloom-ranks", daemon=True).start()
 
     def attach_draft(self, runner: ModelRunner) -> None:
-        """Prepare for steps of a draft model, which only rank 0 runs."""
+        """Record block table changes of draft steps from now on. Only rank 0 runs the draft model."""
         assert self._writer is not None
         runner.mirror = DraftMirror(self._writer)
 
@@ -276,7 +277,7 @@ class RankGroup:
 
     def _check(self) -> None:
         for number, process in enumerate(self.processes, 1):
-            # A rank that ends by itself sends a reason, which `_watch` receives.
+            # Only a rank that a signal has killed is reported here. Other ranks send a reason, which `_watch` receives.
             if (process.poll() or 0) < 0:
                 self.fail(f"rank {number} has stopped")
         if self._failure is not None:
@@ -307,7 +308,8 @@ class RankGroup:
         return self._is_closing
 
     def _watch(self) -> None:
-        """Record finished copies until a rank stops. Then end calls that wait for it."""
+        """Receive messages of ranks until a rank stops. Record finished copies. When a rank stops, abort the collective
+        calls that wait for this rank, and call `on_failure`."""
         poll = select.poll()
         for link in self._sockets:
             poll.register(link, select.POLLIN | select.POLLHUP)

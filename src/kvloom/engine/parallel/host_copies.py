@@ -34,8 +34,8 @@ SHARE_SECONDS = 600.0
 
 
 class HostCopies:
-    """The copies of ranks 1 to N-1, as rank 0 sees them. It is the `RankCopies` of the offload manager. `copied` may
-    be called by another thread."""
+    """On rank 0, starts copies on ranks 1 to N-1 and counts the finished ones. Implements `RankCopies` of the offload
+    manager. Another thread may call `copied`."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ def _bytes(ids: Ids) -> bytes:
 
 
 class RankHost:
-    """The host tier in the process of a rank. `report` sends the number of the last finished copy to rank 0. On a GPU
-    copies end later, so another thread calls it. `fail` is called by this thread if a copy fails."""
+    """The host tier in the process of a rank. `report` sends the number of the last finished copy to rank 0. On a GPU,
+    a separate thread waits for the copies and calls `report`. If a copy fails, this thread calls `fail`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class RankHost:
         return event
 
     def _wait(self) -> None:
-        """Report copies of a GPU when they end, in their order."""
+        """Thread on a GPU: wait for each copy in turn, and report its number to rank 0."""
         assert self._events is not None
         try:
             while True:

@@ -1,6 +1,7 @@
 """The messages from rank 0 to the other ranks, and their answers. Arrays are sent as bytes.
 
-`ShareHost` and `CopyHost` are copies between a rank's pool and the host tier. A rank answers each with `Copied`.
+`ShareHost` lets a rank map the host tier, and `CopyHost` copies pages between its pool and the host tier. A rank
+answers each with `Copied`.
 
 A `Step` has the arguments of `ModelRunner.run`, and the entries of block tables that changed since the last step of
 each sequence. `LoadAdapter` has weights of a LoRA adapter.
@@ -73,7 +74,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copied(msgspec.Struct, frozen=True, tag=True):
-    """A rank has finished its copies up to this number, the first being 1."""
+    """A rank has finished all copies up to `number`. The first copy is number 1."""
 
     number: int
 
@@ -104,7 +105,7 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @classmethod
     def of(cls, copies: CopyBatch) -> CopyPages:
-        """Return the message of some copies."""
+        """Return the message for a batch of copies."""
         source, target = (np.asarray(ids, np.int64).tobytes() for ids in (copies.source, copies.target))
         return cls(copies.page_stride, source, target)
 
@@ -160,11 +161,11 @@ _UNCHANGED = np.iinfo(np.int64).max
 
 
 class StepWriter:
-    """Writes the steps of a cache as messages. Gives each sequence a number, by which ranks identify the sequence."""
+    """Turns the steps of one cache into messages. Numbers the sequences, so that ranks can identify them."""
 
     def __init__(self, cache: KVCache, keeps_changes: bool) -> None:
-        """`write` usually clears the record of changed blocks. With `keeps_changes` the record is kept, because the
-        copy of the block tables on a GPU also needs it."""
+        """By default, `write` clears the block tables' record of changed blocks. `keeps_changes` keeps this record for
+        a GPU, which later copies the changed blocks to the device."""
         self._cache, self._keeps_changes = cache, keeps_changes
         self._noted = np.full(len(cache.block_tables.blocks), _UNCHANGED, np.int64)
         self._serial = 0
@@ -211,8 +212,8 @@ class StepWriter:
         )
 
     def note_changes(self, works: Many[Work]) -> None:
-        """Record changed blocks for the next `write`, before a step that the ranks do not repeat. On a GPU such a step
-        clears the record of the block tables."""
+        """Record the changed blocks of `works` for the next `write`. Call this before a step that only rank 0 runs,
+        because on a GPU the step clears the block tables' own record."""
         tables = self._cache.block_tables
         rows = np.array([work.sequence.row for work in works], np.int64)
         first = tables.take_changed(rows).astype(np.int64)
@@ -228,8 +229,8 @@ class StepWriter:
 
 
 class RankSequence(msgspec.Struct, frozen=True):
-    """A sequence in the process of a rank. `row` is its row in the block tables. `serial` is a number that differs
-    for each sequence. `length` and `state_length` are its lengths before the step."""
+    """A sequence in the process of a rank. `row` is its row in the block tables. `serial` identifies the sequence,
+    because a later sequence may get the same row. `length` and `state_length` are its lengths before the step."""
 
     row: int
     serial: int

@@ -1,6 +1,6 @@
 """LoRA adapters on ranks. Rank 0 sends the weights of an adapter when the adapter gets a slot. Each rank keeps its part.
 
-The weights are sent, not read again from the adapter's folder, because the folder may have changed.
+Ranks do not read the adapter's folder, because its files may have changed since rank 0 read them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankAdapters:
     """The adapters in the process of a rank."""
 
     def __init__(self, slots: AdapterSlots | None) -> None:
-        """`slots` is None if the engine has no adapters. No message arrives then."""
+        """`slots` is None if the engine has no adapters."""
         self._slots = slots
         self._weights: dict[str, torch.Tensor] = {}
 

@@ -46,9 +46,8 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that is one token longer than the beam in `slot`: that beam, followed by `token`. `total` is the
-    cumulative log-probability of the new beam. `candidates` are the most likely next tokens of the beam in `slot`.
-    `token` is one of them."""
+    """A new beam: the beam in `slot`, followed by `token`. `total` is the cumulative log-probability of the new beam.
+    `candidates` are the most likely next tokens of the beam in `slot`, including `token`."""
 
     slot: S
     token: int
@@ -70,11 +69,9 @@ class Successor(Generic[S]):
 def assign_slots(
     slots: Many[S], successors: Many[Successor[S]]
 ) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
-    """Return two lists. The first has the slots whose beam has no successor. The second has a pair for each
-    successor: the slot in which it continues, and the successor.
-
-    The first successor of a beam stays in the beam's slot. The other successors of the beam continue in slots of
-    the first list.
+    """Assign each successor to a slot. Return two lists: the slots whose own beam has no successor, and a pair (slot,
+    successor) for each successor. The first successor of a beam stays in the beam's slot. The other successors of the
+    beam get slots of the first list.
     """
     followed = {id(successor.slot) for successor in successors}
     spare = [slot for slot in slots if id(slot) not in followed]
@@ -111,8 +108,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many candidate tokens each beam must offer, most likely first. The number is large enough that at
-        least `width` of the candidates are not end tokens. `ends` is the number of different end tokens.
+        """Return how many of its most likely tokens each beam must offer. Among so many tokens, at least `width` are
+        not end tokens. `ends` is the number of different end tokens.
         """
         return width + max(width, ends)
 

@@ -59,7 +59,8 @@ class Detokenizer:
         return self._advance(text)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """Add the last tokens and return their text, including incomplete characters. Costs one decode."""
+        """Add all remaining tokens of the output and return their text, including incomplete characters. Costs one
+        decode."""
         self._ids += tokens
         return self.flush()
 

@@ -103,9 +103,9 @@ class GrammarLimits:
 
 
 class GrammarState:
-    """The position of one output in its grammar. Not thread-safe. After `advance`, the next mask is `pending` until
-    the grammar's process has computed it. `collect` waits for the pending masks of several states at once.
-    Methods and properties of a state first wait for its own pending mask.
+    """The position of one output in its grammar. Not thread-safe. After `advance`, the next mask is `pending` until the
+    grammar's process has computed it. Methods and properties of a state first wait for this mask. `collect` waits for
+    the masks of several states at once.
     """
 
     __slots__ = ("__weakref__", "_accepts", "_done", "_error", "grammar", "key", "mask", "pending")
@@ -189,8 +189,9 @@ class GrammarState:
         return states
 
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
-        """Store the answer of the process: the mask of the next token, whether the output may end here (`accepts`) or
-        must end (`done`), and the reason if no token is allowed (`error`)."""
+        """Store the answer of the grammar process. `mask` has the allowed next tokens. `accepts` means that the output
+        may end here, and `done` that it must end. `error` is the reason if no token is allowed.
+        """
         self.pending = False
         self.mask, self._error, self._done, self._accepts = mask, error, done, accepts
 
@@ -254,8 +255,8 @@ class Grammar:
         return self._count
 
     def post(self, operation: list[Any], asking: GrammarState | None) -> None:
-        """Queue an operation for the process. `asking` is the state that waits for the answer, if there is one. `flush`
-        sends all queued operations in one frame.
+        """Queue an operation for the process. `flush` sends all queued operations in one frame. `asking` is the state
+        that gets the answer, or None.
         """
         self._operations.append(operation)
         if asking is not None:
@@ -278,8 +279,8 @@ class Grammar:
             self.send({"do": operations}, asking)
 
     def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
-        """Send a frame. `asking` are the states that wait for the answer. If the socket does not accept all bytes
-        now, `write` sends the rest later."""
+        """Send a frame. `asking` are the states that get the answers. If the socket does not accept all bytes now,
+        `write` sends the rest later."""
         body = json.dumps(asked).encode()
         self.sent.append((time.monotonic(), asking))
         self.unsent += FRAME.pack(len(body), 0) + body
@@ -294,7 +295,7 @@ class Grammar:
         except BlockingIOError:
             pass
         except OSError:
-            self.unsent.clear()  # the process has ended, and its parent reports why
+            self.unsent.clear()  # the process has ended; the parent process reports why
 
     def receive(self) -> bool:
         """Read and apply the answers that have arrived. Returns False if the process closed the socket."""
@@ -555,8 +556,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Find the tenant with the most grammars in the list, and return the last of its grammars. If several tenants
-        have equally many, return the last grammar in the list that belongs to any of them.
+        """Return the last grammar of the tenant with the most grammars in the list. If several tenants have equally
+        many, return the last grammar of all these tenants.
         """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
@@ -604,7 +605,7 @@ class Grammars:
             grammar = self._live.get(key)
             if grammar is not None:
                 if grammar.link is not None:
-                    grammar.receive()  # the last answer before it ended
+                    grammar.receive()  # reads the last answer of the ended process
                 killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                 self._lose(grammar, self._explained(status), busy=killed and not grammar.error)
 

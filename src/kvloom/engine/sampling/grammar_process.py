@@ -64,7 +64,7 @@ def memory_used() -> int:
 
 def main(control_fd: int, source_fd: int) -> None:
     """Load the tokenizer, then fork a child for each grammar until the engine closes the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # this process ends when the engine has drained
+    for number in (signal.SIGINT, signal.SIGTERM):  # ignored: this process ends with the engine
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     control = socket.socket(fileno=control_fd)
@@ -120,7 +120,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
                 if verb == b"F":
                     try:
                         pid = os.fork()
-                    except OSError:  # too many processes, which is reported like a kill by the system
+                    except OSError:  # too many processes: report the child as killed by the system
                         os.close(fds[0])
                         control.sendall(NEWS.pack(b"E", key, signal.SIGKILL))
                         continue
@@ -160,7 +160,7 @@ class _Child:
         self._states: dict[int, LLMatcher] = {}
         self._executor: LLExecutor | None = None
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)  # drops the allocator's message before it aborts, because the exit status is enough
+        os.dup2(quiet, 2)  # hides the allocator's message when memory runs out; the exit status is enough
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._base = memory_used()
         if self._base:
@@ -190,8 +190,7 @@ class _Child:
         """Apply operations. Return the results, and the masks of the states that advanced.
 
         ["a", state, token]: advance the state by a token. ["c", state, new]: copy the state to the new state `new`.
-        ["d", state]: drop the state. If an advanced or copied state does not exist, it is created first, at the start
-        of the grammar.
+        ["d", state]: drop the state. A state that does not exist yet begins at the start of the grammar.
         """
         moved = []
         for verb, key, *more in operations:
@@ -238,8 +237,8 @@ class _Child:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        # The CPU limit bounds a mask, so the library's own limits are raised: objects with several hundred optional
-        # properties exceed them.
+        # The CPU limit already bounds the time of a mask. The library's own limits are raised, because objects with
+        # several hundred optional properties exceed them.
         limits = LLParserLimits(max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False)
         try:
             matcher = LLMatcher(self._tokenizer, makers[kind](text), log_level=0, limits=limits)

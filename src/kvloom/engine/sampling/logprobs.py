@@ -57,8 +57,8 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """Start a copy to the host and return the copy. The copy is valid once the device has executed all work that
-        was launched up to the end of this call. If the data is already on the host, returns `self`.
+        """Start a copy to the host and return the copy. The copy is valid after the device has finished the work that
+        is queued when this call returns. If the data is already on the host, returns `self`.
         """
         if not self.values.is_cuda:
             return self

@@ -3,8 +3,8 @@
     seed, count ──host──▶ two words per request ──device──▶ hash with each index ──▶ Gumbel noise [requests, vocabulary]
 
 The token with the largest sum of logit and Gumbel noise is a sample from the softmax of the logits. The noise depends
-only on the hash, so the noise of a request is the same in every batch, at every index in the batch. The hash uses
-only integers, so it is also the same on every device. The functions do not wait for the device.
+only on the hash, so a request gets the same noise in every batch. The hash uses only integers, so it is also the same
+on every device. The functions do not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int
     """Return two 32-bit words per request ([requests, 2]), computed from its seed (any integer) and its number of
     sampled tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
-    # A seed of zero must have an effect. The second word is a factor, so it must be odd.
+    # The constants make seed 0 work like other seeds. The second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
     words = np.stack([state >> np.uint64(32), state | np.uint64(1)], 1)
     return words.astype(np.uint32).view(np.int32)
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Return one 32-bit word for each token id of the vocabulary ([vocabulary], int32). The result is always the same,
-    so store it."""
+    """Return one 32-bit word for each token id of the vocabulary ([vocabulary], int32). Call this once: the result
+    depends only on the size of the vocabulary."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 
@@ -46,7 +46,7 @@ def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         words *= factor
     words ^= (words >> 16).bitwise_and_(0xFFFF)
-    # 31 bits. Small values have full precision, because the largest noise comes from them.
+    # Uniform numbers of 31 bits. Small numbers have full precision, because they become the largest noise.
     share = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 

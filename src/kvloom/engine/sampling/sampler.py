@@ -4,8 +4,8 @@ one request, or to one draft position of a request.
     logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
                                                            └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
 
-"cut" removes the tokens that `top_k`, `top_p` and `min_p` exclude. The parameters become small tensors, which are
-built once for each set of requests. The tokens stay on the device.
+"cut" removes the tokens that `top_k`, `top_p` and `min_p` exclude. The parameters of a set of requests become small
+tensors, which are reused while the set stays the same. The tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ class _Draw:
     """Requests that are sampled in the same way: from the `width` most likely tokens or, if `width` is None, from
     all tokens without sorting.
 
-    The width of a request depends only on its own parameters. Sums are therefore rounded in the same way in any
-    batch.
+    The width of a request depends only on its own parameters, so rounding errors of sums are the same in every batch.
     """
 
     width: int | None
     places: list[int]
     rows: torch.Tensor | None  # None: all
-    temperature: torch.Tensor  # this and the next two: [rows, 1]
+    temperature: torch.Tensor  # [rows, 1], like the next two fields
     k: torch.Tensor
     p: torch.Tensor
     min_p: torch.Tensor | None  # logarithms
@@ -153,7 +152,8 @@ class Sampler:
             for row in plan.penalised:
                 request = requests[row]
                 if request.token_counts is None:
-                    whole = request.params.repetition_penalty != 1  # only this penalty covers the prompt
+                    # Only the repetition penalty covers the prompt.
+                    whole = request.params.repetition_penalty != 1
                     request.token_counts = TokenCounts(0 if whole else len(request.prompt))
                 request.token_counts.update(request.tokens, len(request.prompt))
                 rows.append((row, request.params, request.token_counts))
@@ -212,9 +212,10 @@ class Sampler:
     def _noisy(
         self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores of tokens for each row of `draw`: scaled logits plus noise, and minus infinity for tokens
-        that the row may not sample. Also return the token ids that belong to the scores. They are None if the rows
-        have a score for every token, in the order of token ids."""
+        """Return the scores of tokens for each row of `draw`, and the token ids of these scores. A score is the scaled
+        logit plus noise, or minus infinity for a token that the row may not sample. The token ids are None if each row
+        has a score for every token, in the order of token ids.
+        """
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature
@@ -247,9 +248,9 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return, for each request, the smallest logit with which a token may be sampled ([rows, 1]). This limit is
-    computed from the sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have exactly this logit,
-    all of them may be sampled.
+    """Return, for each request, the smallest logit that a sampled token may have ([rows, 1]). This limit follows from
+    the sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have exactly this logit, all of them may be
+    sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
@@ -336,9 +337,8 @@ def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -
             _rows(places, len(every), device),
             temperature=column([params.temperature for params in some]),
             k=column([params.top_k or vocabulary for params in some]),
-            p=column(
-                [params.top_p if params.top_p < 1 else 2 for params in some]
-            ),  # a sum may be rounded above 1
+            # Rounding may make a sum larger than 1.
+            p=column([params.top_p if params.top_p < 1 else 2 for params in some]),
             min_p=column(min_p) if any(params.min_p for params in some) else None,
         )
 

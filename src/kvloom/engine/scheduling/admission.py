@@ -6,9 +6,9 @@
 
 This must hold for every t at which a request is expected to finish.
 
-If admission looked only at free pages, pages would run out later, and a request would be preempted and recomputed. The
-length of an output is unknown. It is estimated from recent outputs, within the request's limit. If the estimate is too
-low, the scheduler preempts.
+A check of free pages alone would admit too many requests: pages would run out later, and a request would be preempted
+and recomputed. The length of an output is estimated from recent outputs, within the request's limit. If the estimate is
+too low, the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class Admission:
             self._full[cache.class_of[group.index]] += group.runs
         self._full_bytes = sum(group.page_stride * group.runs for group in full)
         self._promised = self._lacked = np.zeros_like(self._block)
-        self._excess = 0  # blocks of long requests beyond their projection
+        self._excess = 0  # blocks of long requests that can become cold
 
     @property
     def resident_tokens(self) -> int:
-        """The largest number of tokens whose full-attention pages one long request has in the pool, as admission
-        assumes. Pages of its older tokens are in host memory."""
+        """Number of tokens for which admission reserves full-attention pages for one long request. Pages of older
+        tokens are in host memory."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
     def request_finished(self, request: Request) -> None:
-        """Update the estimate with the length of an output."""
+        """Update the estimated output length with the length of a finished output."""
         self._typical += (request.output_count - self._typical) / MEMORY
 
     def refresh(self) -> None:
-        """Drop the projection, because a step starts or a request has started to load."""
+        """Drop the projection of this step. Call this at the start of a step, and when a request starts to load."""
         self._projections = None
 
     def fits(
@@ -104,9 +104,9 @@ class Admission:
         have, ends, shared, left = projections[:, np.argsort(projections[LEFT])]
         more, kept = self._pages(have, ends), self._pages(shared, have) + self._states
         rates, alive = more / left, len(left) - np.arange(len(left))
-        # When the k-th request finishes, the first k requests have all their tokens. The others have grown
-        # for the same time, in blocks. Requests that finished earlier have released their pages, except
-        # those of the last LAG steps.
+        # Column k is the time at which the k-th request finishes. The first k requests then have all their tokens, and
+        # the other requests have grown until this time. Requests that finished more than LAG steps before have released
+        # their pages.
         grown = (
             more.cumsum(1) + left * (rates.sum(1, keepdims=True) - rates.cumsum(1)) + self._block * alive / 2
         )
@@ -132,9 +132,9 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return how many blocks of `running` requests can be moved from the pool to host memory (become cold). Only
-        requests that are long or may become long have such blocks: those that the pool has in addition to the blocks
-        of `resident_tokens` tokens.
+        """Return how many blocks of `running` requests can become cold: can be moved from the pool to host memory. A
+        request that is or may become long counts with all its blocks in the pool except the last `resident_tokens`
+        tokens. Other requests do not count.
         """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
@@ -181,9 +181,8 @@ class Admission:
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
         """Return the number of pages of each size class ([classes, requests]) that requests add while they grow from
-        `first` to `ends` tokens. In a windowed group, old pages are released while new pages are added. For such a
-        group, the number of blocks by which the visible range grows counts, plus one, but at most the number of new
-        blocks.
+        `first` to `ends` tokens. In a windowed group, old pages are released while new pages are added. Such a group
+        adds as many blocks as its visible range grows, plus one, but at most the number of new blocks.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

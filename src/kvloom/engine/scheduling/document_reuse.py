@@ -4,11 +4,11 @@
     computed          ======== ===                   ====== ===                   ==========
     copied                        ................             ................
 
-A document's own K and V are those of a sequence that contains only the document. This sequence is cached, evicted and
-offloaded like any other. A request that contains the document copies them to its own pages, rotated to their place
-(`RotatedCopier`). It computes the first tokens of each document itself, which attend to the text before the document.
-The copies are approximate, because the tokens of the document did not see the text before it. From the first copy on,
-the request therefore publishes no pages.
+The engine computes each document once, as a sequence that contains only the document. This sequence is cached, evicted
+and offloaded like any other. A request that contains the document copies the K and V of this sequence to its own pages,
+rotated to their positions in the prompt (`RotatedCopier`). The request computes the first tokens of each document
+itself, so these tokens attend to the text before the document. The copies are approximate, because the tokens of the
+document did not see the text before it. From the first copy on, the request therefore publishes no pages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["DocumentReuse"]
 
 
 class DocumentReuse:
-    """Copies documents between the sequences of one cache. Computes `share` of each document's tokens again, from its
-    start. `apply_copies` runs the pending copies of pages."""
+    """Copies documents between the sequences of one cache. A request computes the first `share` (a fraction) of each
+    document's tokens itself. `apply_copies` runs the pending copies of pages."""
 
     def __init__(
         self, cache: KVCache, copier: RotatedCopier, share: float, apply_copies: Callable[[], None]
@@ -43,9 +43,9 @@ class DocumentReuse:
         """Number of documents that a request computed, because their pages or free pages were missing."""
 
     def documents_of(self, request: Request) -> tuple[Document, ...]:
-        """Return the documents of a new request that may be copied. A document at the start of the prompt is a prefix,
-        which the prefix cache finds. Documents with less than a block of tokens to copy are left out, too. Raises
-        ValueError for a range outside the prompt, and for a request with images."""
+        """Return the documents of a new request that may be copied. Omits documents with less than one block of tokens
+        to copy. Also omits a document at the start of the prompt, because the prefix cache finds it. Raises ValueError
+        for a range outside the prompt, and for a request with images."""
         given = request.control.documents
         if given and given[-1][1] > len(request.prompt):
             raise ValueError(
@@ -124,13 +124,12 @@ class DocumentReuse:
         request.copied[document.start] = max(count, request.copied.get(document.start, 0))
 
     def _match(self, request: Request, document: Document) -> Match:
-        """Return the match of a document's own sequence. The match never contains its last token, so the next token of
-        the prompt is added."""
+        """Match a document in the prefix cache. A match never contains the last token, so the next token of the prompt
+        is appended to the document first."""
         ids = request.prompt_ids[document.start : document.end + 1]
         return self._cache.match(ids, replace(self._control(request), store=False))
 
     @staticmethod
     def _control(request: Request) -> CacheControl:
-        """Return the cache control of the documents of a request. They have the tenant, the salt and the adapter of the
-        request."""
+        """Return the cache control of a request's documents: the tenant, the salt and the adapter of the request."""
         return replace(request.control, session=None, retain=(), public_tokens=0, documents=())

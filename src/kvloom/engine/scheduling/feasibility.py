@@ -31,10 +31,8 @@ class Feasibility:
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
         """Raise ValueError for a request that can never run. Return whether the request needs cold pages (pages in host
-        memory) at its largest length, because the pool or the quota of its tenant is too small.
-
-        If the pool can grow to `reachable_slabs` slabs, this number counts instead of the pool's present number of
-        slabs.
+        memory) at its largest length, because the pool or the quota of its tenant is too small. If `reachable_slabs` is
+        larger than the pool, the check assumes a pool of `reachable_slabs` slabs.
         """
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
@@ -64,16 +62,16 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If the pool
-        can grow to `reachable_slabs` slabs, this number counts instead of the pool's present number of slabs.
+        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool. If
+        `reachable_slabs` is larger than the pool, the check assumes a pool of `reachable_slabs` slabs.
         """
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
 
     def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
-        """Return whether a request of `length` tokens can run with cold pages if it may use `limit` bytes of the
-        pool."""
+        """Return whether a request of `length` tokens can run with cold pages (pages in host memory), if it may use
+        `limit` bytes of the pool."""
         return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
 
     def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
@@ -120,10 +118,11 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request has the most image pages in use, and the token counts of these images.
+        """Return the moment at which a request has the most image pages in use: the length of the request in tokens,
+        and the token counts of the images in use.
 
-        If image pages stay in use after the prompt, the length is the end of the request, with the token counts of
-        all images. Otherwise the length is the end of the last image, with the token count of the largest image.
+        - If image pages stay in use after the prompt, this is the end of the request, with all images.
+        - Otherwise it is the end of the last image, with only the largest image.
         """
         images = request.images
         if images is None:

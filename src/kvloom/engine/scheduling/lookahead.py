@@ -35,9 +35,8 @@ class Lookahead:
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self._cache, self._queue, self._match = cache, queue, match
-        self._announced: dict[
-            int, set[NextBlock | None]
-        ] = {}  # prefixes before the next checkpoints, by length
+        # Prefixes that end at the announced checkpoints, by length.
+        self._announced: dict[int, set[NextBlock | None]] = {}
 
     def protect_queued(self) -> None:
         """If few slabs are free, let the cache evict pages of queued requests last."""
@@ -62,8 +61,8 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a running prompt take checkpoints where queued requests diverge from it. Call this before each chunk of
-        the prompt, because new requests may have arrived.
+        """Request checkpoints of a running prompt at the positions where queued requests diverge from it. Call this
+        before each chunk of the prompt, because new requests may have arrived.
 
         If tiers have the pages up to a later position but lack the checkpoint there, the prompt also takes a
         checkpoint at that position. Does nothing for models without windows and states, because they can resume at
@@ -78,7 +77,7 @@ class Lookahead:
         )
         if request.tier_miss is not None and request.tier_miss.matched > start:
             positions[request.tier_miss.matched] += 1
-        del positions[0]  # does nothing if there is none
+        del positions[0]  # no effect without such a position
         pending = sum(position % block == 0 for position in sequence.checkpoint_positions)
         for position, _ in positions.most_common(max(0, MAX_CHECKPOINTS - pending)):
             cache.checkpoint(sequence, position)
@@ -88,8 +87,8 @@ class Lookahead:
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Record the next checkpoint of a prompt that runs in this step, so that queued requests can wait for it. Does
-        nothing for models without states, because their requests can resume after each block.
+        """Record the next checkpoint of a prompt that runs in this step. Queued requests can then wait for this
+        checkpoint. Does nothing for models without states, because their requests can resume after each block.
         """
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
@@ -100,8 +99,8 @@ class Lookahead:
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
         """Return whether a waiting request should wait for a checkpoint that another prompt takes in this step.
 
-        It should wait if it could resume at this checkpoint, and the checkpoint is later than `resume`, the present
-        resume position of the request. Costs one comparison per announced position.
+        `resume` is the position at which the request could resume now. The request should wait if it could resume at
+        the checkpoint, and the checkpoint is after `resume`. Costs one comparison per announced checkpoint.
         """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):

@@ -1,6 +1,4 @@
-"""Preemption: chooses the running request that releases its pages when another request needs them. The scheduler
-preempts it.
-"""
+"""Preemption: if a request needs pages, chooses the running request that the scheduler preempts."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ budget.
     waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
     running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its share
-are preempted for a waiting tenant below its share. With a single tenant this has no effect.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). If a tenant below its share waits,
+requests of tenants above their share are preempted. With a single tenant there are no shares.
 
-A step may be scheduled while the previous step is in flight. The scheduler then treats the tokens of the previous step
-as sampled, although their values are unknown. A preempted request is recomputed later, but most of its blocks stay
-cached. The scheduler does not use the model.
+A step may be scheduled while the previous step is in flight. The scheduler then counts the tokens of the previous step
+as sampled, although their values are unknown. A preempted request resumes later from its cached blocks, and recomputes
+the rest. The scheduler does not use the model.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Scheduler:
         """Copies documents of prompts. None if documents are not reused."""
         self._drained: str | None = None  # the adapter that gets no new requests in this step
         self.reachable_slabs = 0
-        """Number of slabs to which the pool can certainly grow. A request that fits only into the grown pool waits for
-        the growth.
+        """Number of slabs to which the pool can surely grow. A request that fits only into the grown pool waits for the
+        growth.
         """
         self.awaits_growth = False
         """Whether a request waited in the last step because it lacked pages and the pool can grow."""
@@ -109,12 +109,10 @@ class Scheduler:
         """Limits the tokens of a step. None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several tenants
         self._lookahead = Lookahead(cache, self._queue, self._match)
-        self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
-        self._settling: list[
-            Scheduled
-        ] = []  # the unsettled requests in the work of the step that is being launched
+        self._unsettled: list[Scheduled] = []  # finished requests whose recurrent states lack the last tokens
+        self._settling: list[Scheduled] = []  # unsettled requests that are part of this step
         self._paused = 0  # running requests that wait for pages in this step
-        self._decode_turns = 0  # tokens of steps that left decoding requests out
+        self._decode_turns = 0  # tokens decoded in steps that could not decode all requests
         self._feasibility = Feasibility(cache, token_budget, offload)
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
@@ -157,7 +155,8 @@ class Scheduler:
         self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        """Queue a request. If the request cannot meet its objective now, hold or refuse it instead."""
+        """Queue a request. If the SLO gate predicts that the request misses its objective, hold or refuse the request
+        instead."""
         if request.slo is not None:
             limits = self.token_budget, self.max_running
             verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
@@ -168,8 +167,8 @@ class Scheduler:
         self._queue.push(request)
 
     def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
-        """Return whether a request of `length` tokens can run with cold pages if it may use `pool_bytes` bytes of
-        the pool."""
+        """Return whether a request of `length` tokens can run with cold pages (pages in host memory), if it may use
+        `pool_bytes` bytes of the pool."""
         return self._feasibility.runs_cold(length, tenant, pool_bytes)
 
     def cancel(self, request: Request) -> None:
@@ -183,8 +182,8 @@ class Scheduler:
         """Return the work of the next step, with reserved pages. The list is empty if there is no work, or if all
         requests wait for tokens or pages.
 
-        `places` maps a request (by `id`) to the index of its in-flight token in the previous step. `drafts` are the
-        draft tokens of requests, by `id`. If there are no pages for a draft, it is dropped."""
+        `places` maps the `id` of a request to the index of its token among the tokens of the in-flight step. `drafts`
+        maps the `id` of a request to its draft tokens. A draft for which no pages are free is dropped."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
@@ -211,7 +210,7 @@ class Scheduler:
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
-        if self.offload is None:  # with tiers, evicted pages can be loaded again
+        if self.offload is None:  # with tiers, protection is not needed: evicted pages can be loaded again
             self._lookahead.protect_queued()
         decodes = self._shared_part(decodes) if self._shares else decodes
         self._decode(decodes, picked, places, drafts or {})
@@ -231,7 +230,7 @@ class Scheduler:
             ]
         for request in prompts:
             if request.sequence is None:
-                continue  # preempted for a request before it in this step
+                continue  # preempted earlier in this step
             until: int | None = None
             if self.offload is not None:
                 decision = self.offload.before_prefill(request)
@@ -309,7 +308,7 @@ class Scheduler:
                     if decision.action is Action.WAIT:
                         self._queue.set_loading(deferred.pop(), next_block)
                         if self.admission is not None:
-                            self.admission.refresh()  # the projection now includes it
+                            self.admission.refresh()  # the next projection must include this load
                         continue
                     if decision.action is Action.NO_FREE_PAGES and (
                         picked or places or self.offload.is_copying_to_pool
@@ -317,7 +316,7 @@ class Scheduler:
                         # Computing needs as many pages as loading: wait for free pages, a copy or cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         fits = False
-                    elif match.version != self.cache.version:  # its pages were published
+                    elif match.version != self.cache.version:  # loaded pages of the request were published
                         match = self._match(waiting)
                 if not fits or (picked and self._causes_preemption(waiting, match.resume)):
                     if self._pass_over(waiting, passed, picked):
@@ -333,8 +332,8 @@ class Scheduler:
                 elif self.running or picked or not empty or self._freeing or self._can_grow:
                     self.awaits_growth |= self._can_grow and not picked
                     if self.offload is not None and not picked:
-                        self.offload.publish_loaded()  # otherwise requests after it would keep their pages reserved
-                    # Preempted requests may retain pages until their copies are made.
+                        self.offload.publish_loaded()  # frees pages that are reserved for later requests
+                    # Preempted requests retain pages until these pages are copied to host memory.
                     if self._pass_over(waiting, passed, picked):
                         continue
                     break
@@ -352,10 +351,9 @@ class Scheduler:
         return Counter(request.adapter.digest for request in used if request.adapter is not None)
 
     def _lacks_slot(self, request: Request) -> bool:
-        """Return whether a waiting request must wait for a slot for its LoRA adapter.
-
-        The first request of a step that must wait chooses the adapter with the fewest running requests. Requests for
-        this adapter are then not admitted later in the step, so that its slot becomes free."""
+        """Return whether a waiting request must wait for a slot for its LoRA adapter. For the first such request of a
+        step, the scheduler chooses the adapter with the fewest running requests. The rest of the step admits no request
+        for that adapter, so that its slot becomes free."""
         if request.adapter is None or self.adapters is None:
             return False
         if request.adapter.digest == self._drained:
@@ -363,7 +361,7 @@ class Scheduler:
         if self.adapters.has_slot(request.adapter):
             return False
         if self._drained is not None:
-            return True  # a request before it lacks a slot, too
+            return True  # an earlier request lacks a slot, too
         in_use = self._adapters_in_use()
         if self.adapters.may_evict(in_use):
             return False
@@ -398,7 +396,7 @@ class Scheduler:
         )
 
     def _causes_preemption(self, waiting: Request, resume: int) -> bool:
-        """Return whether running requests would soon be preempted for this request."""
+        """Return whether admitting this request would soon cause a preemption."""
         if self.admission is None or self._within_share(waiting):
             return False
         coming = () if self.offload is None else self.offload.copying_requests()
@@ -507,11 +505,9 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
     def _within_share(self, request: Request) -> bool:
-        """Return whether the tenant of a request would probably stay within its share of the pool if the request also
-        ran.
-
-        Such a request is admitted without regard to the growth of other tenants, because their requests can be
-        preempted.
+        """Return whether the tenant of a request would probably stay within its share of the pool, if the request also
+        ran. Such a request is admitted even if running requests of other tenants will need its pages later, because
+        those requests can be preempted.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares or self.admission is None:
@@ -560,8 +556,8 @@ class Scheduler:
 
     def step_launched(self, work: Many[Scheduled]) -> None:
         """Count the tokens of a launched step as computed. Commit the tokens whose ids are already on the host.
-        `commit_tokens` commits the other tokens later. If all tokens of a request are now computed, count its next
-        token as in flight.
+        `commit_tokens` commits the other tokens later. A request whose tokens are all computed gets one more in-flight
+        token, which the step samples.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -577,7 +573,7 @@ class Scheduler:
                 elif count:
                     part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
                     self._lookahead.chunk_published(request, request.computed - count)
-                else:  # its states now end with its tokens
+                else:  # the step added the last tokens to the states of a finished request
                     part.sequence.commit([])
                     part.sequence.close()
                     continue
@@ -588,8 +584,8 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Append the sampled tokens of a step to their requests. `after` is the work of the next step, if that step
-        is already launched. Also commits the sampled tokens that are input of the next step.
+        """Append the sampled tokens of a step to their requests. `after` is the work of the next step, if that step is
+        already launched. Sampled tokens that are input of the next step are also committed to their sequences.
         """
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
@@ -600,8 +596,9 @@ class Scheduler:
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def accept_draft(self, request: Request, token: int) -> None:
-        """Count the last token of a request as computed, because the step has computed it as a draft token. Append
-        `token`, which follows it. `commit_drafts` commits all accepted draft tokens."""
+        """Accept one draft token of a request. The step has already computed the request's last token as a draft token,
+        so count this token as computed. Then append `token`, the next token. `commit_drafts` commits all accepted draft
+        tokens."""
         request.computed += 1
         request.tokens.append(token)
 
@@ -651,8 +648,8 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Make `child` continue `request` on the same pages. If `max_running` requests run, or if the cache has no
-        free sequence or state page, the child waits and recomputes the tokens.
+        """Start `child` as a copy of `request` that shares its pages. If `max_running` requests run, or if the cache
+        has no free sequence or state page, the child is queued instead, and recomputes the tokens.
         """
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
@@ -665,8 +662,8 @@ class Scheduler:
         self._queue.tenant_queue(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
-        """Continue beams with their successors, and return the slots of the successors. The first successor of a beam
-        stays in the beam's slot. Its other successors continue in slots whose own beam has no successor.
+        """Continue a beam search with `successors`. Return the slot (request) of each successor. The first successor of
+        a beam stays in the beam's slot. The other successors of the beam get slots whose own beam has no successor.
         """
         spare, seats = assign_slots(slots, successors)
         for slot in spare:
@@ -678,7 +675,8 @@ class Scheduler:
                 self.fork(successor.slot, slot)
             elif slot.sequence is None:  # the beam was preempted while it waited for the other beams
                 self._queue.push(slot)
-        all_logprobs = [successor.logprobs for _, successor in seats]  # read before the slots change
+        # Read all of them before the slots change.
+        all_logprobs = [successor.logprobs for _, successor in seats]
         for (slot, successor), logprobs in zip(seats, all_logprobs, strict=True):
             slot.tokens.append(successor.token)
             slot.logprobs, slot.cumulative_logprob = logprobs, successor.total
@@ -714,7 +712,7 @@ class Scheduler:
         tokens, the position at which the hit ended, and the miss reason.
         """
         self._lookahead.announce_checkpoint(request)
-        if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
+        if request.pool_miss is None:  # None again if the request resumes after loaded tokens
             tier_miss = request.tier_miss
             is_tier_miss = (
                 tier_miss is not None
@@ -740,9 +738,9 @@ class Scheduler:
         places: dict[int, int],
         drafts: dict[int, list[int]],
     ) -> None:
-        """Schedule one token of each decoding request, and its draft if it has one. The scheduled tokens do not count
-        against the budget, so that prompt chunks have the sizes for which kernels are prepared. Pages are reserved in
-        one call if enough are free. If not, drafts without pages are dropped.
+        """Schedule one token of each decoding request, and its draft if it has one. These tokens do not count against
+        the budget, so prompt chunks keep the sizes for which kernels are prepared. If enough pages are free, one call
+        reserves all pages. Otherwise, drafts for which no pages are free are dropped.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if drafts and requests and not places:
@@ -791,8 +789,8 @@ class Scheduler:
                 self._reserve(request, 1, picked, places)
 
     def _drafted_work(self, request: Request, draft: list[int]) -> Work:
-        """Return the work of a decoding request with a draft, which may be empty. The work begins with the tokens
-        that recurrent layers compute again."""
+        """Return the work of a decoding request with a draft, which may be empty. The work begins with the accepted
+        tokens of the last draft, which recurrent layers compute again."""
         sequence = request.sequence
         assert sequence is not None
         replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
@@ -820,9 +818,10 @@ class Scheduler:
         """Reserve pages for as many tokens of a request as the budget allows, and add them to the work `picked`. Return
         the number of tokens.
 
-        If pages are missing, old blocks of long requests become cold. If that is not enough, requests of lower rank are
-        preempted (unless `preempt` is False). As a last resort the request itself is preempted, and 0 is returned.
-        `until` is a position that limits the tokens while the end of the prompt is loading.
+        If pages are missing, old blocks of long requests become cold (move to host memory). If that is not enough,
+        requests of lower rank are preempted (unless `preempt` is False). As a last resort the request itself is
+        preempted, and 0 is returned. While the end of the prompt is loading, the request computes at most up to
+        position `until`.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -831,9 +830,8 @@ class Scheduler:
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
         if request.is_long and len(self.running) > 1 and self.admission is not None:
-            near = most = min(
-                most, self.admission.resident_tokens // 2
-            )  # other requests need pages in this step
+            # Leaves pages of this step to other requests.
+            near = most = min(most, self.admission.resident_tokens // 2)
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
         if request.documents and (stop := DocumentReuse.next_stop(request)) is not None:
@@ -843,7 +841,7 @@ class Scheduler:
             if sequence.next_checkpoint is None
             else min(near, sequence.next_checkpoint - sequence.length)
         )
-        # Checkpoints and load limits inside an image that must stay whole are skipped.
+        # An image that must stay whole may exceed the next checkpoint and `until`.
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a larger step
@@ -854,8 +852,7 @@ class Scheduler:
             if preempt:
                 victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
             if victim is None:
-                # A shorter chunk may fit beside the picked work, or because windows free pages step by
-                # step.
+                # A shorter chunk may fit: it needs fewer pages, and windows free pages after each step.
                 shorter = _fitting(request, (count + 1) // 2)
                 if count == 1 or not shorter:
                     self._preempt(request)
@@ -868,7 +865,7 @@ class Scheduler:
         return count
 
     def _holds_next_token(self, request: Request) -> bool:
-        """Return whether the pool is large enough for a request up to its next token."""
+        """Return whether the pool is large enough for all tokens of a request, including its next token."""
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
@@ -935,9 +932,9 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Handle a request that lacks pages although no other request runs. First let the request become long, if
-        host memory has space for its pages. If it cannot become long, run it once more without the cache, because
-        shared cached pages may prevent eviction. If it still lacks pages, finish it with the reason "no_room".
+        """Handle a request that lacks pages although no other request runs. If host memory has space for its pages, the
+        request becomes long. Otherwise the request runs once more without the cache, because shared cached pages may
+        prevent eviction. If the request still lacks pages, finish it with the reason "no_room".
         """
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
@@ -958,7 +955,7 @@ class Scheduler:
         request.preemptions += began
         request.tokens_when_preempted = len(request.tokens)
         if began:
-            request.looked_in_tiers = None  # tiers may have the pages that it releases
+            request.looked_in_tiers = None  # tiers may get the released pages
         self._release(request, save)
         if not parked:  # a parked beam continues with its successors
             self._queue.push(request)

@@ -62,11 +62,10 @@ class SloGate:
         growth: Admission | None,
         offload: OffloadManager | None,
     ) -> Verdict:
-        """Decide whether a request with an objective is admitted, deferred or refused. A refused request gets the
-        reason.
-
-        `limits` are the largest numbers of prompt tokens and of requests in a step. `growth` estimates the lengths of
-        outputs. The gate holds a deferred request, and also a request whose lookup in tiers is not complete.
+        """Decide whether a request with an objective is admitted, deferred or refused. If the request is refused, the
+        reason is stored in the request. `limits` are the largest numbers of prompt tokens and of requests in a step.
+        `growth` estimates the lengths of outputs. The gate holds a deferred request, and also a request whose lookup in
+        tiers is not complete.
         """
         slo, now = request.slo, self._cache.clock.now()
         assert slo is not None
@@ -80,7 +79,7 @@ class SloGate:
             self._last_step = now
         prediction = self.admission.predict(own, self._backlog(request, running, limits, growth))
         objective = slo.objective
-        if request.awaits_peer is not None:  # another worker computes its prompt
+        if request.awaits_peer is not None:  # another worker computes the prompt
             objective = replace(objective, ttft_ms=None)
         decision = self.admission.decide(objective, prediction, own, waited, slo.is_deferred)
         if prediction is not None:
@@ -191,8 +190,8 @@ class SloGate:
         """Return the waiting requests that are probably scheduled before a request, and all others.
 
         Requests of the same tenant come before `request` if their rank is smaller. Let T be the number of tokens that
-        these requests and `request` must compute. Requests of another tenant come before `request` until they must
-        compute more than T * (weight of the other tenant / weight of this tenant).
+        these requests and `request` must compute. From another tenant, the first requests come before `request`, up to
+        a total of T * (weight of the other tenant / weight of this tenant) tokens.
         """
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)
@@ -233,9 +232,8 @@ class SloGate:
 
 
 def _seconds_left(request: Request, now: float) -> float:
-    """Return the seconds until the first token of a waiting request is due. Return infinity if the request has no
-    TTFT objective. Also return infinity if it has a deadline, because its TTFT then counts only from the end of
-    its wait."""
+    """Return the seconds until the first token of a waiting request is due. Return infinity if the request has no TTFT
+    objective, or if it has a deadline: its TTFT then counts from the end of its wait."""
     slo = request.slo
     if slo is None or slo.objective.ttft_ms is None or slo.objective.deadline_ms is not None:
         return math.inf

@@ -1,9 +1,9 @@
 """Limits the tokens of a step if several tenants share the engine, so that a new tenant waits only for a short
 step.
 
-Prompt tokens and decoding requests have separate limits. The limits are computed from the measured speed.
-Computing the prompt tokens of a step then takes about SHARED_SECONDS, and so does computing the decoding
-requests. Fast devices never reach the limits.
+Prompt tokens and decoding requests have separate limits. The limits are computed from the measured speed. With these
+limits, the prompt tokens of a step take about SHARED_SECONDS, and so do its decoding requests. Fast devices never reach
+the limits.
 """
 
 from __future__ import annotations

@@ -197,9 +197,9 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return the number of tokens in the prefix that both requests share, rounded down to whole blocks. `one`
-    has computed its tokens before `start`. When `one` has computed the whole prefix, `other` can resume at the
-    end of the prefix.
+    """Return the number of tokens in the prefix that both requests share, rounded down to whole blocks. `one` has
+    computed its tokens before `start`. After `one` has computed this prefix, `other` can resume at the end of the
+    prefix.
 
     Returns 0 if the two requests differ in the block at `start`, or if `other` cannot use cached pages of
     `one`. Also returns 0 if `other` begins with all tokens of `one`, because the two requests then do not

@@ -2,10 +2,10 @@
 
     cost        the measured seconds of decode steps of each size, and of a proposer's drafts
     estimate    the probability that a proposer has a draft for a request, and that one more draft token is accepted:
-                moving averages for each request and proposer. A head gives each node of a tree a chance, which is a
-                probability of acceptance. For trees, the estimate is the number of accepted tokens divided by the
-                sum of these chances
-    length      the draft lengths with the most expected tokens per second
+                moving averages for each request and proposer. A head estimates a probability of acceptance (chance)
+                for each node of a tree. For trees, the second estimate is instead the number of accepted tokens
+                divided by the sum of the chances
+    length      the draft lengths with the largest expected number of tokens per second
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
 A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token,
@@ -78,8 +78,8 @@ class Estimate:
             self.chance += (1 - (1 - WEIGHT) ** tried) * (accepted / tried - self.chance)
 
     def observe_tree(self, expected: float, accepted: int) -> None:
-        """Record the result of a draft tree: `accepted` is the number of accepted tokens, and `expected` the sum of the
-        probabilities with which the head expected its tokens to be accepted."""
+        """Record the result of a draft tree. `accepted` is the number of accepted tokens. `expected` is the sum of the
+        head's probabilities of acceptance (`Draft.chances`)."""
         self.found += WEIGHT * (1 - self.found)
         share = accepted / max(expected, LEAST)
         self.chance += (1 - (1 - WEIGHT) ** expected) * (share - self.chance)
@@ -139,7 +139,7 @@ class StepCosts:
         before = self._seconds.get(size)
         if before is None:
             self._seconds[size] = seconds
-        else:  # a pause of the machine counts twice the average at most
+        else:  # a pause of the machine counts at most as twice the average
             self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
 
     def knows(self, tokens: int) -> bool:
@@ -149,8 +149,8 @@ class StepCosts:
     def seconds(self, tokens: int) -> float:
         """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
-        Between measured sizes the time is interpolated. Beyond the largest measured size, it is assumed to grow
-        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller step."""
+        Interpolates between measured sizes. Beyond the largest measured size, assumes a slow growth, so that the
+        controller tries larger steps. A larger step never gets less time than a smaller step."""
         measured = self._seconds if self._others is None else self._others._seconds | self._seconds
         known = sorted(measured)
         if not known:
@@ -170,8 +170,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _TurnedOff:
-    """A proposer that is off. `requests` and `value` are from the time when it was turned off: the number of requests,
-    and the mean of their `Estimate.value`. `steps` is the number of steps since then."""
+    """A proposer that is off. `requests` is the number of requests when it was turned off, and `value` the mean of
+    their `Estimate.value`. `steps` counts the steps since then."""
 
     requests: int
     value: float
@@ -181,9 +181,9 @@ class _TurnedOff:
 class Controller:
     """Decides the draft lengths of a step, for each proposer.
 
-    `lookups` are the proposers that search earlier tokens and need no device. While a lookup is off, it is reviewed:
-    it makes drafts that no step verifies, and `Speculation` compares them with the output. Any other proposer that is
-    off is tried every PROBE_STEPS steps instead.
+    `lookups` are the proposers that search earlier tokens and need no device. While a lookup is off, `Speculation`
+    reviews it: the lookup makes drafts that no step verifies, and `Speculation` compares them with the output. Any
+    other proposer that is off is tried again every PROBE_STEPS steps.
     """
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
@@ -198,7 +198,8 @@ class Controller:
         """The last decision about each proposer, with its figures, as text."""
         self._lookups = frozenset(lookups)
         self._proposing: dict[str, float] = {}  # seconds per request of a lookup, else per draft token
-        self._chances: dict[str, list[float]] = {}  # mean chances of the nodes of trees, by rank
+        # Mean chance of the best node of a tree, of the second best node, ….
+        self._chances: dict[str, list[float]] = {}
         self._off: dict[str, _TurnedOff] = {}
         self._since_plain = 0
         self._measuring = 0  # steps that still run without drafts
@@ -215,8 +216,8 @@ class Controller:
         return off is not None and (proposer in self._lookups or off.steps < PROBE_STEPS)
 
     def step_begins(self, estimates: Sequence[dict[str, Estimate]]) -> list[str]:
-        """Count a step. Return the lookups whose unverified drafts should now be compared with the output (see
-        `Controller`). `estimates` are the estimates of each request, by proposer.
+        """Count a step. Return the names of the lookups that are off and due for a review (see `Controller`).
+        `estimates` are the estimates of each request, by proposer.
 
         The controller decides again about a proposer that is off in two cases: the number of requests has doubled or
         halved, or the mean of their `Estimate.value` has risen by RISE."""
@@ -236,9 +237,9 @@ class Controller:
         return due
 
     def review(self, proposer: str, value: float) -> None:
-        """Allow a new decision about a proposer that is off, if `value` is larger by RISE than when the proposer was
-        turned off. `value` is the mean `Estimate.value`, or the mean share of draft tokens that equal the output, in
-        drafts of a lookup that no step verified."""
+        """Decide again about a proposer that is off, if `value` has risen by RISE since it was turned off. `value` is
+        the mean `Estimate.value`. For a lookup, it is the mean share of draft tokens that equal the output, over its
+        unverified drafts."""
         off = self._off.get(proposer)
         if off is not None and value > off.value + RISE:
             del self._off[proposer]
@@ -312,7 +313,7 @@ class Controller:
 
     def observe_step(self, tokens: int, seconds: float, waited: bool = False) -> None:
         """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens. `waited`
-        states that the engine waited for the step because of drafts.
+        means that the engine waited for the tokens of the step, as speculation requires.
         """
         (self._waiting if waited else self.costs).observe(tokens, seconds)
 

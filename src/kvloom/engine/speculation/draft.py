@@ -75,7 +75,7 @@ class Draft:
         return self._only(nodes, chain=True)
 
     def select(self, wanted: Set[int]) -> Draft:
-        """Return the draft with only those nodes that are in `wanted`, and whose ancestors are all in `wanted`."""
+        """Return a draft with the nodes in `wanted`. A node is left out if one of its ancestors is not in `wanted`."""
         nodes: list[int] = []
         kept = {-1}
         for node in range(len(self.tokens)):

@@ -1,8 +1,8 @@
 """The draft model proposer: a small model with the same vocabulary guesses, token by token.
 
-The layers of the draft model are groups of the target's pool. A block has pages of both models, which are
-hashed, cached, evicted and offloaded together. A hit therefore restores both models, and the draft model
-must compute every token that the target computes:
+The layers of the draft model are layer groups of the target's pool. A block has pages of both models, which are hashed,
+cached, evicted and offloaded together. A hit therefore gives both models their K and V. In return, the draft model must
+compute every token that the target computes:
 
     prompt tokens          in the target's step
     tokens of own drafts   while the draft is proposed
@@ -68,13 +68,13 @@ class DraftModelProposer:
     ) -> None:
         """`sampled` are the target's tokens of the previous step, on the device.
 
-        If `complete`, the draft model has computed every token that the target has computed, because tiers store the
-        pages of both models. Otherwise the draft model computes two kinds of tokens only before the next draft: the
-        last token of a draft, and output tokens without drafts.
+        With `complete`, the draft model computes every token at once, because tiers store the pages of both models.
+        Without `complete`, it computes some tokens only before the next draft: the last token of a draft, and output
+        tokens that were not drafted.
         """
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
-        self._runs_after_draft = int(complete)  # compute the last token of a draft
+        self._runs_after_draft = int(complete)  # one more run computes the last token of a draft
 
     def propose(
         self, requests: Sequence[DraftedRequest], counts: Sequence[int]
@@ -121,8 +121,8 @@ class DraftModelProposer:
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
         """Compute the prompt tokens of a launched step with the draft model.
 
-        If the proposer is `complete`, also compute the step's output tokens, and drafts that other proposers made.
-        Otherwise record that the draft model lacks these tokens. `own` are the requests with drafts of this proposer.
+        If the proposer is `complete`, also compute the step's output tokens, and the drafts of other proposers.
+        Otherwise record that the draft model lacks them. `own` are the requests with drafts of this proposer.
         """
         self._compute([(request, part) for request, part in work if id(request) not in own])
 
@@ -147,8 +147,8 @@ class DraftModelProposer:
         request.draft_missing = start if missing is None else min(start, missing)
 
     def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
-        """Compute tokens that the draft model has not computed yet, if they are too many for one run of the draft model.
-        Otherwise the first run of the next draft computes them.
+        """If the tokens that the draft model lacks are too many for one run, compute them now. Otherwise the first run
+        of the next draft computes them.
         """
         lacking = [request for request in requests if request.draft_missing is not None]
         if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:

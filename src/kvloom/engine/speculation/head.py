@@ -4,8 +4,8 @@ A draft head proposes like a draft model, token by token, and its layer is a gro
 differ:
 
     input           the head also reads the hidden state of the token before, which the target's step has written
-    own drafts      after its first draft token, a head continues from its own hidden states. The target replaces them
-                    when it verifies the draft, and the head computes the accepted tokens again.
+    own drafts      after its first draft token, a head continues from its own hidden states. When the target verifies
+                    the draft, it replaces these hidden states, and the head computes the accepted tokens again
 
 The pages of a head therefore depend only on the tokens. Drafts after a cache hit are as good as after a miss.
 
@@ -43,8 +43,8 @@ MOST_CHILDREN = 10
 
 
 def load_head(name: str, target: Any) -> Head:
-    """Load the head with the proposer's name (`mtp` or `eagle=FOLDER`) for `target`. Raises ModelError if there is
-    no such head, or if it does not fit the target."""
+    """Load a draft head for `target`. `name` is the proposer: `mtp` or `eagle=FOLDER`. Raises ModelError if there is no
+    such head, or if it does not fit the target."""
     kind, _, folder = name.partition("=")
     return load_eagle_head(folder, target) if kind == "eagle" else load_mtp_head(target)
 
@@ -104,8 +104,8 @@ class HeadProposer(DraftModelProposer):
             tree.add_children([next(found) for _ in tree.current], depth + 1)
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Compute the tokens of a launched step, like `DraftModelProposer`. If the proposer is `complete`, tokens of
-        its own drafts are also computed again, because the target has replaced the hidden states.
+        """Compute the tokens of a launched step, like `DraftModelProposer`. If the proposer is `complete`, also compute
+        the tokens of its own drafts again, because the target has replaced their hidden states.
         """
         self._compute([(request, part) for request, part in work if self._complete or id(request) not in own])
 
@@ -117,9 +117,9 @@ class HeadProposer(DraftModelProposer):
 
 
 class _Tree:
-    """A draft tree while it grows. `nodes` are the candidates for the draft, each as (logarithm of its chance, index
-    of its parent in `nodes`, token, depth). `computed` has the indexes (in `nodes`) of the nodes that the head
-    computes, and `current` those of the current run."""
+    """A draft tree while it grows. `nodes` are the candidates for the draft, each as (logarithm of its chance, index of
+    its parent in `nodes`, token, depth). `computed` has the indexes in `nodes` of all nodes that the head computes, and
+    `current` has the new nodes of the current run."""
 
     def __init__(self, request: DraftedRequest, count: int) -> None:
         self.request, self.row, self._count = request, SampledRow(request), count

@@ -35,8 +35,8 @@ class NGramProposer:
     is_lookup = True
 
     def __init__(self, min_match: int = 0) -> None:
-        """`min_match` is the smallest length of a match in tokens. With a shorter match this proposer makes no
-        draft, so that the next proposer can make one."""
+        """`min_match` is the smallest length of a match in tokens. If the match is shorter, this proposer makes no
+        draft, and the next proposer is tried."""
         self._min_match = min_match
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
@@ -68,7 +68,8 @@ class NGramProposer:
         if not length:
             return [], 0
         draft = request.tokens[at : at + count]
-        while len(draft) < count:  # the match overlaps the end of the tokens, so its tokens are repeated
+        # The match reaches the last token, so continue with the tokens drafted so far.
+        while len(draft) < count:
             draft += draft[: count - len(draft)]
         return draft, length
 
@@ -94,7 +95,7 @@ class SuffixProposer(NGramProposer):
         owner = _owner(request)
         generations = self._past.setdefault(owner, [TokenIndex()])
         self._past.move_to_end(owner)
-        # The past answer is indexed with the end of its prompt, so that the prompt's end matches.
+        # Past answers are indexed together with the end of their prompts, so that a match may begin in a prompt.
         start = max(0, len(request.prompt) - LONGEST_MATCH)
         answer = [*request.tokens[start:], SEPARATOR]
         generations[-1].add(answer)
@@ -122,7 +123,7 @@ class SuffixProposer(NGramProposer):
 
 
 def _owner(request: DraftedRequest) -> tuple[str, str, str]:
-    """Return the tenant, adapter and cache salt of a request. Only requests for which all three are equal see each
-    other's answers, because accepted drafts make an answer faster and so reveal their source."""
+    """Return the tenant, adapter and cache salt of a request. A request gets drafts only from answers with the same
+    three values. Otherwise a faster answer would reveal what others have generated."""
     control = request.control
     return control.tenant, control.adapter, control.salt

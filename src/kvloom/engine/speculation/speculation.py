@@ -1,7 +1,7 @@
 """Speculation of one engine: requests drafts from the proposers, and counts proposed and accepted tokens.
 
-A step with drafts is finished before the next step is scheduled, because the next input of a request depends on its
-accepted tokens. Steps with grammars or penalties are also finished first.
+The next step is scheduled only after a step with drafts has finished, because the next input of a request depends on
+its accepted tokens. The same holds for steps with grammars or penalties.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Speculation:
             return 0
         most = request.limit - len(request.tokens) - 1
         if sequence.cache.has_states and most > 0:
-            # A snapshot needs the states at exactly its position, so the tokens before the draft must end there.
+            # A snapshot contains the states at exactly its position, so no draft may extend beyond this position.
             ahead = [request.limit - 1]
             if (position := sequence.next_checkpoint) is not None:
                 ahead.append(position)
@@ -229,11 +229,11 @@ class Speculation:
 
     def _checked(self, request: DraftedRequest, draft: Draft) -> Draft:
         """Return the draft without the tokens that follow an end token (an end-of-sequence or stop token). With a
-        grammar, the end token is removed, too, and the grammar masks after each remaining draft token are requested.
+        grammar, also remove the end token, and request the grammar masks after each remaining token.
         """
         params, structure, sequence = request.params, request.structure, request.sequence
         if draft.parents and sequence is not None and sequence.cache.has_states:
-            draft = draft.best_path()  # branches would need a state each
+            draft = draft.best_path()  # each branch would need its own grammar state
         ends = self.ends | set(params.stop_token_ids)
         ending = {node for node, token in enumerate(draft.tokens) if token in ends}
         if structure is None:

@@ -69,10 +69,9 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Find the longest occurrence of the end of `tail` in the index. Return the position after the occurrence and
-        its length in tokens, or (0, 0) if there is none.
-
-        `own` means that the indexed tokens end with `tail`. The search then skips this last occurrence.
+        """Find the longest earlier occurrence of the last tokens of `tail` in the index. Return the position after the
+        occurrence and its length in tokens, or (0, 0) if there is none. `own` means that the indexed tokens themselves
+        end with `tail`. The search then ignores this occurrence at the end.
         """
         if len(tail) < MIN_MATCH:
             return 0, 0

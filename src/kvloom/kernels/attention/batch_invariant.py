@@ -85,7 +85,7 @@ class _BatchInvariantPlan:
         shape, tile = self.shape, self.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
-        # Without fused multiply-add the compiler cannot change rounding.
+        # Fused multiply-add is disabled, so that the compiler cannot change the rounding.
         exactly = {"enable_fp_fusion": False} if q.is_cuda else {}
         return {
             "HEADS": shape.kv_heads, "GROUP": shape.group, "DK0": dk0, "DK1": dk1, "DV0": dv0, "DV1": dv1,

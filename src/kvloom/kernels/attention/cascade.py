@@ -54,9 +54,9 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """Return the token ranges that several sequences have in the same pages (shared runs). A range is left out if it
-    has fewer than `min_run` tokens. A single read of the range saves tokens * (sequences - 1) token reads. If this
-    number is less than `min_saved`, the range is left out, too.
+    """Return the token ranges that several sequences have in the same pages (shared runs). Reading such a range once
+    saves tokens * (sequences - 1) token reads. A range is left out if it saves fewer than `min_saved` token reads, or
+    if it has fewer than `min_run` tokens.
 
     `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
     the queries of this step. `depth` is the largest number of shared runs per sequence.
@@ -95,8 +95,8 @@ def visible_shared_runs(
     """Return those of `runs` that are also shared in the layers of a windowed group. `tables` are the block tables
     of the group. `first` is the first visible token of each sequence.
 
-    If the visible page ids of a run's members differ, the run and all deeper runs of these members are left out.
-    Each member then reads the tokens of these runs separately.
+    If the members of a run have different visible page ids, the run and all deeper runs of these members are left out.
+    Each member then reads these tokens separately.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()

@@ -153,9 +153,7 @@ class CpuPlan(ReferencePlan):
 
         def seen(pages: torch.Tensor) -> torch.Tensor:
             found = pages.index_select(0, ids).view(rows, -1, *pages.shape[2:])
-            found.flatten(0, 1).index_fill_(
-                0, unseen, 0.0
-            )  # unwritten values may be NaN and must not reach the result
+            found.flatten(0, 1).index_fill_(0, unseen, 0.0)  # set to 0, because unwritten values may be NaN
             return found.transpose(1, 2)
 
         grouped = q.shape[1] != k.shape[2]

@@ -177,7 +177,8 @@ class DecodePlan:
         layer = LayerCall(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
-        # A single query sees its whole segment. The visible tokens of several queries end at different tokens; in windows they also begin at different tokens.
+        # A single query sees its whole segment. Several queries of a sequence see up to different tokens. In windows,
+        # they also see from different tokens on.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:

@@ -224,9 +224,9 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """Return the key of the step's size class. Steps have the same key if their layers have the same properties and
-    each of their sizes has the same number of bits. The sizes in one class therefore differ by less than a factor
-    of two."""
+    """Return the key of the step's size class. Two steps have the same key if their layers have the same properties,
+    and if their sizes lie between the same two powers of two.
+    """
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),

@@ -174,7 +174,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
     block_tokens = layer.k.shape[1] * layer.mask.part.count
-    # In a tree, the position of a query may be smaller than that of the slot.
+    # In a tree, the position of a query may be smaller than its slot (its index in the sequence).
     least = position if layer.mask.trees is None else rows.context_lengths[row]
     block = layer.mask.span.first_visible_each(np.maximum(least, 0)) // block_tokens
     return _Pieces(row, query, count, position, block, -(-end // block_tokens) - block)
@@ -202,8 +202,9 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the pieces with the indices `chosen`, sorted by index. The outputs of a batch that has all pieces
-    then need no reordering."""
+    """Return the pieces with the indices `chosen`, sorted by index, so that their outputs are in the order of the
+    queries.
+    """
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
@@ -241,7 +242,7 @@ def _attend(
             paged.view(kv, n * t).index_fill_(1, unseen, 0.0)
 
     asked = q if real.size == len(q) and real.all() else q[torch.as_tensor(query, device=device).flatten()]
-    # Scores are powers of two, because on a CPU the exp of masked scores is slow and exp2 is not.
+    # Weights are computed as powers of two, because exp of masked scores is slow on a CPU, and exp2 is fast.
     scale = layer.scale * (LOG2E if mask.softcap is None else 1 / mask.softcap)
     grouped = (asked.to(keys.dtype) * scale).view(n, c, kv, group, -1).permute(2, 0, 1, 3, 4)
     grouped = grouped.reshape(kv, n, c * group, -1)
@@ -265,7 +266,7 @@ def _attend(
         scores.mul_(v_scale)
     mixed = keys.new_empty(kv, n, c * group, v.shape[3])
     _multiply(scores, values.permute(2, 0, 1, 3), mixed)
-    # The largest score has weight 1. Only a query that sees no token has a total below 1.
+    # The largest score has weight 1, so a total below 1 means that a query sees no token.
     out = (
         mixed.view(kv, n, c, group, -1)
         .div_(total.clamp_min(1.0))

@@ -75,9 +75,10 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile, the BN tokens from `i` on, to the running softmax of a block of query rows. With CHECK, scores
-    are masked, because some query rows do not see every token. With LAST, the sequence may end inside the tile. The
-    tile may then contain tokens of the next sequence."""
+    """Add one tile, the BN tokens from `i` on, to the running softmax of a block of query rows. With CHECK, scores are
+    masked, because some query rows do not see every token. With LAST, the sequence may end inside the tile, so the tile
+    may contain tokens of the next sequence.
+    """
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)

@@ -57,8 +57,8 @@ def _peek(pointer):
 def _store_here(pointers, values, ok):
     """Store `values` directly from registers to `pointers`, one value per store. `ok` marks the values to store.
 
-    A tile stores few values at its end. A normal store would pass them through shared memory. This would need barriers,
-    and shared memory that the loop needs for its buffers.
+    A tile stores few values at its end. A normal store would pass them through shared memory, which needs barriers, and
+    takes memory from the buffers of the loop.
     """
     if INTERPRETED:
         tl.store(pointers, values, mask=ok)

@@ -253,5 +253,5 @@ def attend_tiles(
         unit += stop - here
         at += (unit == base + units * tl.cdiv(count * GROUP, BM)).to(tl.int32)
     if BESIDE:
-        # A launch that waits for this one assumes that the previous, overlapped launch has ended, too.
+        # The next launch waits only for this one, so this launch must end after the previous, overlapped launch.
         wait_for_launcher()

@@ -303,7 +303,7 @@ def merge_split(
                 out_token, out_head, lse_token, SINK,
             )  # fmt: skip
     if OVERLAP:
-        # Needed even if there is nothing to merge: the next launch assumes that the previous one has ended.
+        # Wait even if there is nothing to merge, because the next launch assumes that the previous one has ended.
         wait_for_launcher()
 
 
@@ -326,7 +326,7 @@ def plan_sources(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
     s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
-    # Tokens after the last token of this step are left from an earlier step and have no source.
+    # Tokens after the last token of this step are from an earlier step. They get no source.
     known = ok & (s < rows)
     i = token - tl.load(STARTS + s, mask=known, other=0)
     known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))

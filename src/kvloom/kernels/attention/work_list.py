@@ -26,10 +26,15 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work of a launch is divided. A tile has `rows` query rows and reads `tokens` tokens at a time (a
-    unit). A launch has up to `programs` programs, with `warps` warps and `stages` pipeline stages each. `registers`
-    limits the registers of a thread. A program processes at least `min_units` units. Starting a tile takes as long
-    as `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
+    """How the work of a launch is divided.
+
+    - `rows`, `tokens`: a tile has `rows` query rows and reads `tokens` tokens at a time (a unit).
+    - `programs`, `warps`, `stages`: a launch has up to `programs` programs, with `warps` warps and `stages` pipeline
+      stages each.
+    - `registers`: limits the registers of a thread.
+    - `min_units`: a program processes at least this many units.
+    - `overhead_units`: starting a tile takes as long as this many units. If it is 0, the single-tile kernel runs.
+    """
 
     rows: int
     tokens: int
@@ -65,7 +70,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
         if beside and rows <= 128 and shape.dtype.itemsize == 2:
-            # One tile reads all tokens, so the number of bytes in flight decides the speed.
+            # Each token is read by one tile only, so the speed depends on the number of bytes in flight.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:

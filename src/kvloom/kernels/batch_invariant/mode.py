@@ -78,7 +78,8 @@ def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
 def _sum(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     dims = _dims(x, dim)
     if not x.is_floating_point():
-        exact: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)  # the order does not matter
+        # Integers: the order of the sum does not matter.
+        exact: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
         return exact
     rest = [place for place in range(x.dim()) if place not in dims]
     summed = row_sum(x.permute(*rest, *dims).flatten(len(rest)) if dims != [x.dim() - 1] else x)
@@ -167,7 +168,7 @@ class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ours(*args, **kwargs)
         if _is_batch_invariant(func):
             return func(*args, **kwargs)
-        with self:  # the parts of a composite operation are checked instead
+        with self:  # checks the parts of a composite operation
             found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
             raise ValueError(

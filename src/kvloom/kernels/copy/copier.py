@@ -204,7 +204,7 @@ class Copier:
         a row number occurs twice."""
         if (
             self._checked_host is None or self._checked_host() is not host
-        ):  # the check asks the driver, which takes as long as many copies
+        ):  # asked once per memory, because the driver's answer takes as long as many copies
             self._check_host(host)
             self._checked_host = weakref.ref(host)
         if rows is None and len(host) != count:
@@ -263,7 +263,7 @@ class _StagedLane:
         """Pack the pages into a staging buffer on one stream, and copy the buffer to the host on the other stream."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
-            # One upload for all ids: a copy from pageable memory waits for all earlier work of the stream.
+            # Upload all ids at once, because a copy from pageable memory waits for all earlier work of the stream.
             ids = _upload(source.ids, self._device)
         for part, stage, free in self._parts(len(source.ids), source.rows.shape[1]):
             with torch.cuda.stream(self._packer):
@@ -358,7 +358,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    # Compared as an unsigned number, a negative id is above every limit.
+    # One comparison finds both errors: a negative id, read as an unsigned number, is above every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} that exist")

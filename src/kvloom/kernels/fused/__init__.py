@@ -10,11 +10,13 @@
 from .argmax import row_argmax
 from .operations import (
     Activation,
+    GateOrder,
     NormForm,
     RMSNorm,
     act_and_mul,
     add_norm,
     apply_rotary,
+    gated_rms_norm,
     linear,
     linear_float32,
     rms_norm,
@@ -25,6 +27,7 @@ from .step_layout import ROW_FIELDS, StepLayout, field_count, lay_out_step
 __all__ = [
     "ROW_FIELDS",
     "Activation",
+    "GateOrder",
     "NormForm",
     "RMSNorm",
     "StepLayout",
@@ -32,6 +35,7 @@ __all__ = [
     "add_norm",
     "apply_rotary",
     "field_count",
+    "gated_rms_norm",
     "lay_out_step",
     "linear",
     "linear_float32",

@@ -9,6 +9,7 @@ modules by these functions.
 |------------------|---------------------------------------------|--------------------------------------------|
 | `rms_norm`       | x [..., dim], any strides but dense in dim  | the same shape, dense                      |
 | `rms_norms`      | x [tokens, heads, dim], two norms           | the same shape, dense                      |
+| `gated_rms_norm` | x [..., dim], dense; gates of its shape     | the same shape, dense                      |
 | `act_and_mul`    | x [tokens, 2 * dim]: gates, gated values    | [tokens, dim]                              |
 | `add_norm`       | x, y [..., dim], dense                      | first adds a norm of y to x in place, then |
 |                  |                                             | returns a norm of x                        |
@@ -33,11 +34,13 @@ from kvloom.kernels import cpu
 
 __all__ = [
     "Activation",
+    "GateOrder",
     "NormForm",
     "RMSNorm",
     "act_and_mul",
     "add_norm",
     "apply_rotary",
+    "gated_rms_norm",
     "linear",
     "linear_float32",
     "rms_norm",
@@ -48,6 +51,8 @@ NormForm = Literal["llama", "gemma"]
 """How a norm applies its weight. `llama` rounds the normalised values, and then multiplies them by the weight.
 `gemma` multiplies by 1 + weight in float32, and then rounds."""
 Activation = Literal["silu", "gelu_tanh"]
+GateOrder = Literal["first", "last"]
+"""Whether a gated norm multiplies by the gate before the norm (`first`, Mamba-2) or after it (`last`, Qwen3-Next)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,29 @@ def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> to
 
         return triton_operations.rms_norms(x, first, norms)
     return torch.cat((norms[0](x[:, :first]), norms[1](x[:, first:])), 1)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, order: GateOrder
+) -> torch.Tensor:
+    """Return the RMS norm of x with a gate: norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate).
+
+    x and gate are [..., dim]. The weight is [dim], or [groups, dim] with one row for each index of the dimension of x
+    before the last."""
+    if x.shape != gate.shape or weight.shape not in (x.shape[-1:], x.shape[-2:]):
+        raise ValueError(
+            f"x {tuple(x.shape)}, gates {tuple(gate.shape)} and a weight of {tuple(weight.shape)} do not fit together"
+        )
+    if x.is_cuda and x.is_contiguous() and gate.stride(-1) == 1 and gate.dim() <= 4:
+        from . import triton_operations
+
+        return triton_operations.gated_rms_norm(x, gate, weight, eps, order == "first")
+    wide, acted = x.float(), functional.silu(gate.float())
+    if order == "first":
+        wide = wide * acted
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = weight * wide.to(x.dtype)
+    return wide if order == "first" else (wide * acted).to(x.dtype)
 
 
 def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:

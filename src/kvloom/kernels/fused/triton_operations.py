@@ -22,7 +22,7 @@ from triton.language.extra.cuda import (
 
 from kvloom.kernels.device import pdl_options, supports_pdl
 
-__all__ = ["act", "act_and_mul", "add_norm", "apply_rotary", "rms_norm", "rms_norms"]
+__all__ = ["act", "act_and_mul", "add_norm", "apply_rotary", "gated_rms_norm", "rms_norm", "rms_norms"]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,6 +47,39 @@ def _norm_kernel(
         w = tl.where((row % heads < FIRST)[:, None], w, others)
     root = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
     values = _weighed(values * root[:, None], w, GEMMA, x.dtype.element_ty)
+    tl.store(out + row[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_norm_kernel(
+    x, gate, weight, out, rows, outer, inner, s_token, s_outer, s_inner, eps,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Normalise the dense rows of x with gates of shape [tokens, outer, inner, DIM]. If GROUPED is set, each of the
+    `inner` rows has its own row of the weight."""
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    there = (row < rows)[:, None] & (column < DIM)[None, :]
+    values = tl.load(x + row[:, None] * DIM + column[None, :], mask=there, other=0.0).to(tl.float32)
+    place = row // (outer * inner) * s_token + row // inner % outer * s_outer + row % inner * s_inner
+    gates = tl.load(gate + place[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32)
+    if GROUPED:
+        w = tl.load(weight + (row % inner)[:, None] * DIM + column[None, :], mask=there, other=0.0).to(
+            tl.float32
+        )
+    else:
+        w = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+    acted = act(gates, False)
+    if FIRST:
+        values = values * acted
+    values = values * tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)[:, None]
+    values = (values.to(x.dtype.element_ty).to(tl.float32) * w).to(x.dtype.element_ty)
+    if not FIRST:
+        values = values.to(tl.float32) * acted
     tl.store(out + row[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=there)
 
 
@@ -250,6 +283,29 @@ def _norm_rows(
     return out
 
 
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, first: bool
+) -> torch.Tensor:
+    """Triton version of `fused.gated_rms_norm`. x must be dense, and gates may have any strides but dense in their
+    last dimension."""
+    dim = x.shape[-1]
+    out = torch.empty_like(x)
+    leading = [*zip(gate.shape[:-1], gate.stride()[:-1], strict=True)]
+    (_, s_token), (outer, s_outer), (inner, s_inner) = [*leading, (1, 0), (1, 0)][:3]
+    if weight.dim() == 2 and len(leading) == 2:  # the groups are the innermost rows
+        outer, s_outer, inner, s_inner = 1, 0, outer, s_outer
+    rows, columns = x.numel() // dim, triton.next_power_of_2(dim)
+    each = max(1, 1024 // columns)
+    if rows:
+        _gated_norm_kernel[(triton.cdiv(rows, each),)](
+            x, gate, weight, out, rows, outer, inner, s_token, s_outer, s_inner, eps,
+            DIM=dim, COLUMNS=columns, ROWS=each, GROUPED=weight.dim() == 2, FIRST=first,
+            OVERLAP=supports_pdl(x.device), num_warps=min(16, max(1, columns * each // 512)),
+            enable_fp_fusion=False, **pdl_options(x.device),
+        )  # fmt: skip
+    return out
+
+
 def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Tensor | None:
     """Triton version of `fused.add_norm`. Both tensors must be dense."""
     dim = x.shape[-1]
@@ -266,8 +322,8 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """Try to view x [..., dim] as [tokens, heads, dim]. Return the number of heads, the stride of tokens and the
-    stride of heads. Return None if the strides of x do not allow this view."""
+    """Return how x [..., dim] can be viewed as [tokens, heads, dim]: the number of heads, the stride of tokens and the
+    stride of heads. Return None if the strides of x do not allow such a view."""
     shape, strides = x.shape[:-1], x.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
     while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # all leading dimensions form one stride

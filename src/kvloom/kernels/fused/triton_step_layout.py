@@ -65,7 +65,8 @@ def lay_out_step(
 
     tokens, positions, places = longs(rows), longs(rows), longs(rows)
     slots, pages, more = longs(columns, rows), longs(columns, rows), longs(rest, rows)
-    # Outside a capture this is a warm-up call. All requests may be padding, and cascade attention still reads their tables.
+    # A call outside a capture is a warm-up. All its requests may be padding, but cascade attention still reads their
+    # tables.
     captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
     made = torch.empty if captured else torch.zeros
     row_tables = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)

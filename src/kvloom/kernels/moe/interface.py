@@ -35,10 +35,12 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile sizes of the two products. A tile has `rows` rows and `columns` columns. A row is a pair of token
-    and expert, and a column is an output of the weights. A tile sums `depth` inputs at a time. In the first
-    product, a tile computes `columns` columns of the gate and the same number of columns of the up projection.
-    With `described`, weights are read by tensor descriptors."""
+    """The tile sizes of the two products. A tile has `rows` rows and `columns` columns. A row is a pair of token and
+    expert, and a column is an output of the weights. A tile sums `depth` inputs at a time.
+
+    In the first product, a tile computes `columns` columns of the gate and the same number of columns of the up
+    projection. With `described`, weights are read by tensor descriptors.
+    """
 
     rows: int
     columns: int
@@ -113,18 +115,33 @@ def fused_moe(
 
 
 def sum_outputs(
-    parts: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype, into: torch.Tensor | None = None
+    parts: torch.Tensor,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
+    into: torch.Tensor | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs [tokens * picked, dim] of each token's experts, in `dtype`. With `into`
-    [tokens, dim], add the sum to `into` in place and return `into`."""
+    [tokens, dim], add the sum to `into` in place and return `into`.
+
+    `shared` has the outputs [tokens, dim] of shared experts and the inputs [tokens, 1] of their gates. The sum then
+    also has these outputs, times the sigmoid of their gate."""
     shape = len(weights), parts.shape[1]
+    if shared is not None and (shared[0].shape != shape or shared[1].numel() != shape[0]):
+        sizes = tuple(shared[0].shape), tuple(shared[1].shape)
+        raise ValueError(
+            f"shared outputs and gates of {sizes[0]} and {sizes[1]} must be {shape} and one per token"
+        )
     if into is not None and (into.shape != shape or not into.is_contiguous()):
         raise ValueError(f"into {tuple(into.shape)} must be contiguous and have the shape {shape}")
     if parts.is_cuda:
         from . import triton_moe
 
-        return triton_moe.sum_parts(parts, weights.contiguous(), into)
+        dense = None if shared is None else (shared[0].contiguous(), shared[1].contiguous())
+        return triton_moe.sum_parts(parts, weights.contiguous(), into, dense)
     found = (parts.view(*weights.shape, -1) * weights[..., None]).sum(1).to(dtype)
+    if shared is not None:
+        found += shared[1].view(-1, 1).sigmoid() * shared[0]
     return found if into is None else into.add_(found)
 
 

@@ -177,8 +177,8 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts, weights, out, PICKED: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
-    ADDS: tl.constexpr,
+    parts, weights, shared, gates, out, PICKED: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDED: tl.constexpr, SHARED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -191,6 +191,11 @@ def _sum_kernel(
         if ROUNDED:
             value = value.to(out.dtype.element_ty).to(tl.float32)
         total += value
+    if SHARED:
+        kind = out.dtype.element_ty
+        weight = (1.0 / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32)))).to(kind).to(tl.float32)
+        value = tl.load(shared + token * DIM + column, mask=there, other=0.0).to(tl.float32) * weight
+        total += value.to(kind).to(tl.float32)
     if ADDS:
         total += tl.load(out + token * DIM + column, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * DIM + column, total.to(out.dtype.element_ty), mask=there)
@@ -304,7 +309,7 @@ def down(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     pairs: int, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the down projection of every pair, in the order of pairs, [pairs, dim]."""
+    """Return the down projection of every pair: [pairs, dim]. Row i belongs to pair i."""
     _, dim, inner = weight.shape
     out = torch.empty((pairs, dim), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(len(owners) * triton.cdiv(dim, tile.columns),)](
@@ -316,9 +321,13 @@ def down(
     return out
 
 
-def sum_parts(parts: torch.Tensor, weights: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]. With `into`, add the sum to `into`
-    in place and return `into`."""
+def sum_parts(
+    parts: torch.Tensor,
+    weights: torch.Tensor,
+    into: torch.Tensor | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Triton version of `moe.sum_outputs`."""
     tokens, picked = weights.shape
     dim = parts.shape[1]
     out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device) if into is None else into
@@ -326,8 +335,9 @@ def sum_parts(parts: torch.Tensor, weights: torch.Tensor, into: torch.Tensor | N
     if not tokens:
         return out
     _sum_kernel[(tokens, triton.cdiv(dim, columns))](
-        parts, weights, out, PICKED=picked, DIM=dim, COLUMNS=columns, ROUNDED=weights.dtype == parts.dtype,
-        ADDS=into is not None,
+        parts, weights, *((parts, weights) if shared is None else shared), out,
+        PICKED=picked, DIM=dim, COLUMNS=columns, ROUNDED=weights.dtype == parts.dtype,
+        SHARED=shared is not None, ADDS=into is not None,
         num_warps=max(1, columns // 256),
     )  # fmt: skip
     return out

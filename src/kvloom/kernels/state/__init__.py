@@ -6,10 +6,12 @@ the oracle in plain torch. `triton_conv`, `triton_scan`, `triton_ssd` and `trito
 """
 
 from .interface import causal_conv, delta_rule, linear_scan, mamba1_scan, mamba2_scan
-from .rows import STEP_TOKENS, StateRows
+from .rows import STEP_TOKENS, ColumnRuns, DeltaGates, StateRows
 
 __all__ = [
     "STEP_TOKENS",
+    "ColumnRuns",
+    "DeltaGates",
     "StateRows",
     "causal_conv",
     "delta_rule",

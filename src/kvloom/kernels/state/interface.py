@@ -29,10 +29,12 @@ from itertools import pairwise
 import torch
 
 from . import reference
-from .rows import STEP_TOKENS, StateRows, check_states, check_tokens
+from .rows import STEP_TOKENS, ColumnRuns, DeltaGates, StateRows, check_states, check_tokens
 
 __all__ = [
     "STEP_TOKENS",
+    "ColumnRuns",
+    "DeltaGates",
     "StateRows",
     "causal_conv",
     "delta_rule",
@@ -51,9 +53,11 @@ def causal_conv(
     rows: StateRows,
     bias: torch.Tensor | None = None,
     silu: bool = False,
+    runs: ColumnRuns | None = None,
 ) -> torch.Tensor:
     """Compute a depthwise convolution over the last inputs of each sequence. x is [tokens, channels], and weight is
-    [channels, taps]. The result has the shape of x.
+    [channels, taps]. The result is [tokens, channels]. With `runs`, x may have more columns, and `runs` selects the
+    column of each channel.
 
     A state contains the last inputs of a sequence, the newest in the last column. It has at least `taps - 1` columns
     (Hugging Face stores `taps`). Columns before the start of a sequence are zeros.
@@ -62,7 +66,7 @@ def causal_conv(
         raise ValueError(
             f"x is [tokens, channels] and weight [channels, taps], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    channels, taps = x.shape[1], weight.shape[1]
+    channels, taps = x.shape[1] if runs is None else len(weight), weight.shape[1]
     columns = states.shape[-1]
     if columns < taps - 1 or columns < 1:
         raise ValueError(
@@ -71,16 +75,22 @@ def causal_conv(
     check_states(states, (channels, columns), "convolution states")
     check_tokens(
         rows,
-        x=(x, tuple(x.shape)),
+        x=(x, (x.shape[0], channels) if runs is None else tuple(x.shape)),
         weight=(weight, (channels, taps)),
         bias=(bias, (channels,)),
         states=_as_is(states),
     )
+    if runs is not None and runs.first.numel() * runs.size != channels:
+        raise ValueError(
+            f"{runs.first.numel()} runs of {runs.size} columns do not have the {channels} channels of the weight"
+        )
     if _plain(x, rows, states):
+        if runs is not None:
+            x = x[:, runs.columns()]
         return reference.causal_conv(x, weight, bias, silu, states, rows)
     from . import triton_conv
 
-    return triton_conv.causal_conv(x, weight, bias, silu, states, rows)
+    return triton_conv.causal_conv(x, weight, bias, silu, states, rows, runs)
 
 
 def linear_scan(
@@ -209,6 +219,7 @@ def delta_rule(
     rows: StateRows,
     scale: float | None = None,
     normalise: bool = False,
+    gates: DeltaGates | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule. q and k are [tokens, key heads, dk], v is [tokens, value heads, dv], and g and beta
     are [tokens, value heads]. The result has the shape of v.
@@ -217,6 +228,8 @@ def delta_rule(
     Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
     heads). `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale` (default
     dk ** -0.5).
+
+    With `gates`, g and beta are the inputs of the gates, [tokens, key heads, value heads per key head].
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -227,32 +240,41 @@ def delta_rule(
         raise ValueError(f"{heads} value heads do not fall to {key_heads} key heads: give a multiple")
     check_states(states, (heads, dk, dv), "states")
     decays = (tokens, heads, dk) if g is not None and g.dim() == 3 else (tokens, heads)
+    strengths: tuple[int, ...] = (tokens, heads)
+    if gates is not None:
+        if g is None or beta is None:
+            raise ValueError("gates need their inputs g and beta: give both, or no gates")
+        decays = strengths = (tokens, key_heads, heads // key_heads)
+        check_tokens(rows, a_log=(gates.a_log, (heads,)), dt_bias=(gates.dt_bias, (heads,)))
     check_tokens(
         rows,
         q=(q, (tokens, key_heads, dk)),
         k=(k, (tokens, key_heads, dk)),
         v=(v, (tokens, heads, dv)),
         g=(g, decays),
-        beta=(beta, (tokens, heads)),
+        beta=(beta, strengths),
         states=_as_is(states),
     )
     scale = dk**-0.5 if scale is None else scale
     if _plain(v, rows, states):
+        if gates is not None and g is not None and beta is not None:
+            g, beta = reference.delta_gates(g, beta, gates)
         return reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
     from . import triton_delta
 
-    return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
+    return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows, gates)
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return `states` and its own shape, as an argument of `check_tokens`. With a tensor's own shape, `check_tokens`
-    checks only device and dtype. `check_states` has already checked the shape."""
+    """Return an argument of `check_tokens` that checks only the device and the dtype of `states`: the tensor with its
+    own shape. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. On a CPU, also check the values of `rows`. On a GPU this check
-    would have to wait for the device."""
+    """Return whether plain torch computes this call, instead of a Triton kernel. On a CPU, also check the values of
+    `rows`. A GPU would have to wait for this check.
+    """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
         if rows.stored is not None:

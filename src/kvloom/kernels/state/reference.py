@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kvloom.kernels.dtypes import accumulator_dtype
 
-from .rows import StateRows
+from .rows import DeltaGates, StateRows
 
 __all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
 
@@ -222,6 +222,14 @@ def delta_rule(
     return out
 
 
+def delta_gates(g: torch.Tensor, beta: torch.Tensor, gates: DeltaGates) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log decay and beta of each token and value head, [tokens, value heads], from the inputs of the
+    gates."""
+    dtype = accumulator_dtype(g)
+    rates = -gates.a_log.to(dtype).exp()
+    return rates * functional.softplus(g.flatten(1).to(dtype) + gates.dt_bias), beta.flatten(1).sigmoid()
+
+
 def time_steps(
     dt: torch.Tensor,
     bias: torch.Tensor | None,
@@ -334,8 +342,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the first state of every sequence. The state of a fresh sequence is set to zeros.
-    Multiplying the page by zero would not work, because an unwritten page may contain NaN."""
+    """Return a copy of the first state of every sequence. The state of a fresh sequence is set to zeros. The state is
+    not multiplied by zero, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()

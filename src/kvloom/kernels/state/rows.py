@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
+__all__ = ["STEP_TOKENS", "ColumnRuns", "DeltaGates", "StateRows", "check_states", "check_tokens"]
 
 STEP_TOKENS = 8
 """If every sequence has at most this many tokens (decode, draft verification), the call runs token by token, in one
@@ -39,6 +39,28 @@ pass over the state."""
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnRuns:
+    """The columns of a tensor that are the channels of a convolution. Channel c is column
+    `first[c // size] + c % size`. `first` has int32 multiples of 16, and `size` is a power of two of at least 16."""
+
+    first: torch.Tensor
+    size: int
+
+    def columns(self) -> torch.Tensor:
+        """Return the column of each channel."""
+        return (self.first[:, None] + torch.arange(self.size, device=self.first.device)).flatten().long()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaGates:
+    """The weights of the gates of a delta rule, [value heads] each. The log decay of a token is
+    -exp(a_log) * softplus(g + dt_bias), and its beta is sigmoid(beta)."""
+
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import StateRows
+from .rows import ColumnRuns, StateRows
 from .triton_rows import (
     exact_rounding,
     locate,
@@ -43,6 +43,7 @@ def conv_kernel(
     write,
     fresh,
     stored,
+    runs,
     sequences,
     channels,
     x_stride,
@@ -54,6 +55,7 @@ def conv_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     SEARCH: tl.constexpr,
+    RUN: tl.constexpr,
     STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -71,6 +73,10 @@ def conv_kernel(
         return
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = column < channels
+    x_column = column
+    if RUN:
+        begin = tl.program_id(1) * CHANNELS
+        x_column = tl.multiple_of(tl.load(runs + begin // RUN), 16) + begin % RUN + tl.arange(0, CHANNELS)
     page = start_page(read, fresh, row, FRESH)
     old = states + page * page_stride + column * COLUMNS
     # The first chunk reads inputs before this index (counted from the start of the sequence) from the page, if there is a page.
@@ -84,7 +90,7 @@ def conv_kernel(
         source = at - (TAPS - 1 - tap)
         inside = (source >= 0) & (source < length)
         value = tl.load(
-            x + (start + source)[:, None] * x_stride + column[None, :],
+            x + (start + source)[:, None] * x_stride + x_column[None, :],
             mask=inside[:, None] & real[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -127,7 +133,7 @@ def conv_kernel(
         origin = end - COLUMNS + place
         kept = (place < COLUMNS)[None, :] & real[:, None]
         new = tl.load(
-            x + (start + origin)[None, :] * x_stride + column[:, None],
+            x + (start + origin)[None, :] * x_stride + x_column[:, None],
             mask=kept & (origin >= 0)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -150,21 +156,25 @@ def causal_conv(
     silu: bool,
     states: torch.Tensor,
     rows: StateRows,
+    runs: ColumnRuns | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.causal_conv`."""
-    x = packed(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, channels = packed(x), len(weight)
+    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
     tokens = triton.next_power_of_2(max(rows.longest, 1)) if rows.steps else 16
-    width = min(256 if rows.steps else 128, max(16, triton.next_power_of_2(x.shape[1])))
+    width = min(256 if rows.steps else 128, max(16, triton.next_power_of_2(channels)))
+    if runs is not None:
+        width = min(width, runs.size)
     programs = rows.sequences if rows.steps else places(rows, x.shape[0], tokens)
-    conv_kernel[(programs, triton.cdiv(x.shape[1], width))](
+    conv_kernel[(programs, triton.cdiv(channels, width))](
         x,
         weight.contiguous(),
         x if bias is None else bias.contiguous(),
         out,
         states,
+        runs=x if runs is None else runs.first,
         sequences=rows.sequences,
-        channels=x.shape[1],
+        channels=channels,
         x_stride=x.stride(0),
         out_stride=out.stride(0),
         page_stride=states.stride(0),
@@ -174,6 +184,7 @@ def causal_conv(
         TOKENS=tokens,
         CHANNELS=width,
         SEARCH=search_width(rows),
+        RUN=0 if runs is None else runs.size,
         STEPS=rows.steps,
         BIAS=bias is not None,
         SILU=silu,

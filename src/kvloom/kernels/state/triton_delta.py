@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import StateRows
+from .rows import DeltaGates, StateRows
 from .triton_rows import (
     batch_invariant_kernel,
     dot_precision,
@@ -42,6 +42,7 @@ from .triton_rows import (
     row_arguments,
     row_of,
     search_width,
+    softplus,
     start_page,
     stored_arguments,
 )
@@ -56,7 +57,9 @@ token by token.
 """
 
 # Tuned by measurement: columns of a state per program, warps, and pipeline stages.
-SOLVE_WARPS = 8  # with 4 warps, Triton 3.6 computes wrong inverses from short products
+LEAST_LONG_KEY = (
+    64  # with shorter keys, or other dtypes than bf16, Triton 3.6 computes wrong inverses in 4 warps
+)
 STATE_COLUMNS, STATE_WARPS, STATE_STAGES = 32, 4, 3
 OUTPUT_COLUMNS, OUTPUT_WARPS = 64, 4
 DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
@@ -71,6 +74,19 @@ def _over_length(x):
     """Return 1 / (Euclidean length) of each row vector of the tile `x`."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def _decay(g, a_log, dt_bias, head):
+    """Return the log decay of a head from inputs `g` of its gate."""
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    return -tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus(g + bias)
+
+
+@triton.jit
+def _strength(beta, kind: tl.constexpr):
+    """Return beta from inputs of its gate, rounded to the dtype `kind`."""
+    return (1.0 / (1.0 + tl.exp(-beta))).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -92,13 +108,35 @@ def _inverse(below, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
     return inverse
 
 
+@triton.jit
+def _inverse_of_64(below, SOLVE: tl.constexpr):
+    """Return the result of `_inverse` for a tile of 64 tokens. Up to size 16, the diagonal blocks are one batch of
+    small products, which is faster than products of the whole tile."""
+    own = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, None, :, None]
+    diagonal = tl.sum(tl.where(own, tl.reshape(below, (4, 16, 4, 16)), 0.0), 2)
+    r = tl.arange(0, 16)[None, :, None]
+    c = tl.arange(0, 16)[None, None, :]
+    small = tl.where(r == c, 1.0, 0.0) - tl.where((r // 2 == c // 2) & (r > c), diagonal, 0.0)
+    for step in tl.static_range(1, 4):
+        corner = (r // (2 << step) == c // (2 << step)) & (r // (1 << step) > c // (1 << step))
+        small -= product(product(small, tl.where(corner, diagonal, 0.0), SOLVE), small, SOLVE)
+    inverse = tl.reshape(tl.where(own, small[:, :, None, :], 0.0), (64, 64))
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    corner_16 = (i // 32 == j // 32) & (i // 16 > j // 16)
+    inverse -= product(product(inverse, tl.where(corner_16, below, 0.0), SOLVE), inverse, SOLVE)
+    corner_32 = i // 32 > j // 32
+    inverse -= product(product(inverse, tl.where(corner_32, below, 0.0), SOLVE), inverse, SOLVE)
+    return inverse
+
+
 @triton.jit(do_not_specialize=["sequences", "tokens"])
 def solve_kernel(
-    k, v, g, beta, u, w, cum, sizes, starts,
-    sequences, tokens, heads, per_key, k_stride, k_head, v_stride, v_head, g_stride, beta_stride,
+    k, v, g, beta, a_log, dt_bias, u, w, cum, sizes, starts,
+    sequences, tokens, heads, per_key, k_stride, k_head, v_stride, v_head, g_stride, g_group, beta_stride, beta_group,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    GATES: tl.constexpr, NORMALISE: tl.constexpr, LONG_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute u = T (beta v), w = T (beta e k) and the summed decays `cum` of one chunk and value head. The module
     docstring defines T and e.
@@ -120,10 +158,17 @@ def solve_kernel(
     )
     strength = real.to(tl.float32)
     if BETA:
-        strength = tl.load(beta + token * beta_stride + head, mask=real, other=0.0).to(tl.float32)
+        beta += head // per_key * beta_group + head % per_key
+        strength = tl.load(beta + token * beta_stride, mask=real, other=0.0).to(tl.float32)
+        if GATES:
+            strength = tl.where(real, _strength(strength, beta.dtype.element_ty), 0.0)
     decay = tl.zeros((TOKENS,), tl.float32)
     if DECAY == HEAD_DECAY:
-        decay = tl.cumsum(tl.load(g + token * g_stride + head, mask=real, other=0.0).to(tl.float32), 0)
+        g += head // per_key * g_group + head % per_key
+        decay = tl.load(g + token * g_stride, mask=real, other=0.0).to(tl.float32)
+        if GATES:
+            decay = tl.where(real, _decay(decay, a_log, dt_bias, head), 0.0)
+        decay = tl.cumsum(decay, 0)
     mine = head.to(tl.int64) * tokens + token
     tl.store(cum + mine, decay, mask=real)
     i = tl.arange(0, TOKENS)
@@ -135,7 +180,10 @@ def solve_kernel(
         tl.store(sizes + mine, size, mask=real)
         below *= size[:, None] * size[None, :]
         weight *= size
-    inverse = _inverse(below, TOKENS, SOLVE)
+    if LONG_KEYS and TOKENS == 64:
+        inverse = _inverse_of_64(below, SOLVE)
+    else:
+        inverse = _inverse(below, TOKENS, SOLVE)
     tl.store(
         w + (token[:, None] * heads + head) * DK + column[None, :],
         product(inverse * weight[None, :], key, DOT).to(w.dtype.element_ty),
@@ -256,8 +304,9 @@ def output_kernel(
 
 @triton.jit
 def _token(
-    q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
-    DECAY: tl.constexpr, BETA: tl.constexpr,
+    q, k, v, g, beta, a_log, dt_bias, head, token, some, lines, columns, line, column,
+    q_stride, k_stride, v_stride, g_stride, beta_stride,
+    DECAY: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """Load the inputs of one token: the elements `line` of its query and key, and the elements `column` of its
     value. Elements from index `lines` (query and key) or `columns` (value) on are 0. Returns query, key, value,
@@ -269,21 +318,25 @@ def _token(
     decay = 0.0
     if DECAY == HEAD_DECAY:
         decay = tl.load(g + token * g_stride, mask=some, other=0.0).to(tl.float32)
+        if GATES:
+            decay = _decay(decay, a_log, dt_bias, head)
     if DECAY == CHANNEL_DECAY:
         decay = tl.load(g + token * g_stride + line, mask=line < lines, other=0.0).to(tl.float32)
     strength = 1.0
     if BETA:
         strength = tl.load(beta + token * beta_stride, mask=some, other=0.0).to(tl.float32)
+        if GATES:
+            strength = _strength(strength, beta.dtype.element_ty)
     return query, key, value, decay, strength
 
 
 @triton.jit
 def decode_kernel(
-    q, k, v, g, beta, out, states, starts, read, write, fresh, stored,
-    scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
-    page_stride,
+    q, k, v, g, beta, a_log, dt_bias, out, states, starts, read, write, fresh, stored,
+    scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_group, g_head,
+    beta_stride, beta_group, page_stride,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
-    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STORED: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STORED: tl.constexpr,
     INVARIANT: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
@@ -301,14 +354,14 @@ def decode_kernel(
     q += head // per_key * q_head
     k += head // per_key * k_head
     v += head * v_head
-    g += head * g_head
-    beta += head
+    g += head // per_key * g_group + head % per_key * g_head
+    beta += head // per_key * beta_group + head % per_key
     if INVARIANT:  # sequences may be long, so the next token is loaded while this token is computed
         some = length > 0
         lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
         q_next, k_next, v_next, decay_next, strength_next = _token(
-            q, k, v, g, beta, start, some, lines, columns, line, column,
-            q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+            q, k, v, g, beta, a_log, dt_bias, head, start, some, lines, columns, line, column,
+            q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA, GATES,
         )  # fmt: skip
     target = tl.load(write + row).to(tl.int64)
     last = length
@@ -321,13 +374,13 @@ def decode_kernel(
             some = at + 1 < length
             lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
             q_next, k_next, v_next, decay_next, strength_next = _token(
-                q, k, v, g, beta, token + 1, some, lines, columns, line, column,
-                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+                q, k, v, g, beta, a_log, dt_bias, head, token + 1, some, lines, columns, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA, GATES,
             )  # fmt: skip
         else:
             query, key, value, decay, strength = _token(
-                q, k, v, g, beta, token, True, DK, DV, line, column,
-                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+                q, k, v, g, beta, a_log, dt_bias, head, token, True, DK, DV, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA, GATES,
             )  # fmt: skip
         query, key = query.to(tl.float32), key.to(tl.float32)
         if NORMALISE:
@@ -366,6 +419,7 @@ def delta_rule(
     normalise: bool,
     states: torch.Tensor,
     rows: StateRows,
+    gates: DeltaGates | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.delta_rule`."""
     q, k, v = packed(q), packed(k), packed(v)
@@ -376,14 +430,23 @@ def delta_rule(
     known = row_arguments(rows)
     sizes_of = {"DK": dk, "DV": dv, "DK_UP": max(16, triton.next_power_of_2(dk)), "NORMALISE": normalise}
     strides = {"heads": heads, "per_key": heads // key_heads, "k_stride": k.stride(0), "k_head": k.stride(1)}
-    decay = (NO_DECAY if g is None else HEAD_DECAY if g.dim() == 2 else CHANNEL_DECAY).value
-    gates = {
-        "g_stride": 0 if g is None else g.stride(0),
-        "beta_stride": 0 if beta is None else beta.stride(0),
+    by_channel = g is not None and gates is None and g.dim() == 3
+    decay = (NO_DECAY if g is None else CHANNEL_DECAY if by_channel else HEAD_DECAY).value
+    g_in, beta_in = v if g is None else g, v if beta is None else beta
+    g_head = g_in.stride(1) if by_channel else 1
+    gated = {
+        "g": g_in,
+        "beta": beta_in,
+        "a_log": v if gates is None else gates.a_log,
+        "dt_bias": v if gates is None else gates.dt_bias,
+        "g_stride": g_in.stride(0),
+        "g_group": heads // key_heads * g_head if gates is None else g_in.stride(1),
+        "beta_stride": beta_in.stride(0),
+        "beta_group": heads // key_heads if gates is None else beta_in.stride(1),
         "DECAY": decay,
         "BETA": beta is not None,
+        "GATES": gates is not None,
     }
-    g_in, beta_in = v if g is None else g, v if beta is None else beta
     dot = dot_precision(v.dtype)
     # Operands in float32 need at least twice the registers, so they get more warps.
     kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
@@ -392,10 +455,9 @@ def delta_rule(
         width = max(1, min(triton.next_power_of_2(dv), DECODE_ELEMENTS // sizes_of["DK_UP"]))
         kernel = invariant_kernel if rows.batch_invariant else decode_kernel
         kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
-            q, k, v, g_in, beta_in, out, states,
-            scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
-            g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
-            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **stored_arguments(rows), **(exact_rounding(v) if rows.batch_invariant else {}),
+            q=q, k=k, v=v, out=out, states=states, scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
+            g_head=g_head, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gated, **known, **stored_arguments(rows), **(exact_rounding(v) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)
@@ -403,13 +465,14 @@ def delta_rule(
     w = torch.empty((tokens, heads, dk), dtype=kept, device=v.device)
     chunk_states = torch.empty((count, heads, dk, dv), dtype=kept, device=v.device)
     cum, sizes = torch.empty((2, heads, tokens), dtype=torch.float32, device=v.device)
+    long_keys = dot == "bf16" and sizes_of["DK_UP"] >= LEAST_LONG_KEY
     columns = max(16, triton.next_power_of_2(dv))
     wide, narrow = min(OUTPUT_COLUMNS, columns), min(STATE_COLUMNS, columns)
     solve_kernel[(heads, count)](
-        k, v, g_in, beta_in, u, w, cum, sizes, known["starts"],
+        k=k, v=v, u=u, w=w, cum=cum, sizes=sizes, starts=known["starts"],
         sequences=rows.sequences, tokens=tokens, v_stride=v.stride(0), v_head=v.stride(1),
         DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, SOLVE="tf32" if more == 1 else "ieee",
-        num_warps=SOLVE_WARPS, num_stages=2, **sizes_of, **strides, **gates,
+        LONG_KEYS=long_keys, num_warps=4 if long_keys else 8, num_stages=2, **sizes_of, **strides, **gated,
     )  # fmt: skip
     state_kernel[(triton.cdiv(dv, narrow), heads, rows.sequences)](
         k, u, w, cum, sizes, states, chunk_states,

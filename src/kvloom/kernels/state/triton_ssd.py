@@ -194,8 +194,9 @@ def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
     """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`).
-    Returns x, b, c and the time step. The time step is 1 without DT. With DT it is loaded, or 0 if `some` is
-    false (no token)."""
+    Returns x, b, c and the time step. Without DT, the time step is 1. With DT, the time step is loaded, and is 0 if
+    there is no token (`some` is false).
+    """
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)

@@ -186,7 +186,8 @@ def _append(
         a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
-        # Rounded here as if K had been rotated before the call, so that fusing does not change stored values.
+        # Round as if K had been rotated before the call, so that fusing the two operations does not change stored
+        # values.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
     inverse = tl.full([ROWS], 1.0, tl.float32)

@@ -6,6 +6,7 @@ with its module. If the results differ, the module is not changed.
 | modules           | norms, gated MLPs, projections, decoder layers; `fuse` runs all |
 | fused_attention   | the forward of attention modules                                |
 | latent_attention  | the forward of MLA modules on a GPU                             |
+| delta_mixer       | the forward of mixers with a gated delta rule                   |
 | cpu_decoder_layer | the forward of decoder layers on a CPU                          |
 | rotary_cache      | rotary embeddings, by a table of cos and sin                    |
 | moe               | mixtures of experts                                             |

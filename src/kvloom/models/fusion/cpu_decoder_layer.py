@@ -21,7 +21,7 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm module and its parameters. A call applies the norm with the current weight of the module. `gemma`
+    """Applies a norm module through the native kernel. Each call reads the current weight of the module. `gemma`
     selects the form of the norm (see `fused.NormForm`)."""
 
     module: Any

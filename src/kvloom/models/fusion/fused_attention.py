@@ -1,8 +1,8 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
 On a CPU, fewer calls save time. On a GPU, steps in a CUDA graph need fewer launches, because the launch that writes
-keys also rotates keys and queries. In prompts of models with q and k norms, one launch normalises and rotates, which
-saves memory traffic.
+keys also rotates keys and queries. If a model has norms of q and k, one launch normalises and rotates q and k of
+prompts, which saves memory traffic.
 
 Modules are selected by a test, not by family name. Each module and its fused forward run on random input, with
 pages that record calls. If the fused forward makes other calls or gives other results, the module is not changed.
@@ -219,7 +219,7 @@ def _replace_forward(
     draw = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
     rotary = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
-    if implementation is GpuFusedAttention:  # every angle occurs twice
+    if implementation is GpuFusedAttention:  # the kernel expects every angle twice
         rotary = rotary[0][..., : dim // 2].repeat(1, 1, 2), rotary[1][..., : dim // 2].repeat(1, 1, 2)
     rotary = rotary[0].to(weight), rotary[1].to(weight)
     wanted = _record_call(module.forward, x, rotary)

@@ -1,8 +1,8 @@
 """MLA modules in a few calls: one product for queries and latents, one launch for norm, rotation and writing.
 
-An MLA module (DeepSeek) projects hidden states to queries and to one latent per token. Its own forward launches about
-twenty small kernels per layer. Here a decode step launches three before attention and two after it. If queries also
-have latents, their norm and one more product follow the first product.
+An MLA module (DeepSeek) projects hidden states to queries and to one latent per token. The module's own forward
+launches about twenty small kernels per layer. The fused forward launches three kernels before attention and two after
+it in a decode step. If queries also have latents, a norm and one more product follow the first product.
 
     product      queries | latents          weights of both projections joined
     write        latents: norm, rotation, pages; queries: rotation of their last dims
@@ -44,8 +44,9 @@ class FusedLatentAttention:
         self, module: Any, product: Product, later: Product | None, form: Form, scale: float
     ) -> None:
         """`product` computes two results from the hidden states: the queries (or their latents), and the latents of
-        keys. If queries have latents (`q_lora_rank`), `later` computes the queries from them, otherwise it is None.
-        `form` is the order of rotated pairs (see `Rotary`), and `scale` the factor of the attention scores."""
+        keys. If queries have latents (`q_lora_rank`), `later` computes the queries from these latents. Otherwise
+        `later` is None. `form` is the order of rotated pairs (see `Rotary`), and `scale` the factor of the attention
+        scores."""
         self._module, self._own, self._product, self._later = module, module.forward, product, later
         self._form, self._scale, self.layer = form, scale, int(module.layer_idx)
         self._rotated = module.qk_rope_head_dim
@@ -79,8 +80,8 @@ class FusedLatentAttention:
         return module.o_proj(found.reshape(1, tokens, -1)), None
 
     def _rotary(self, angles: Angles) -> Rotary | None:
-        """Return the rotation of a step from its `angles`: one complex tensor, or cos and sin. Return None if their
-        shapes are not supported. Copies nothing."""
+        """Return the rotation of a step. `angles` is one complex tensor, or (cos, sin). Return None if the shapes of
+        `angles` are not supported. Copies nothing."""
         if isinstance(angles, torch.Tensor):
             if not angles.is_complex() or angles.dim() != 3 or 2 * angles.shape[2] != self._rotated:
                 return None

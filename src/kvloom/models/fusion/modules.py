@@ -3,7 +3,7 @@ the model was prepared for pages.
 
 | found in a model                   | replaced by                                               |
 |------------------------------------|-----------------------------------------------------------|
-| RMS norms                          | one launch                                                |
+| RMS norms, with or without a gate  | one launch                                                |
 | gate_proj, up_proj of a gated MLP  | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj             | one matrix product                                        |
 | `apply_rotary_pos_emb`             | one launch                                                |
@@ -13,6 +13,7 @@ the model was prepared for pages.
 | attention (`fused_attention`)      | on a CPU one rotation in place, and fewer calls; on a GPU |
 |                                    | single tokens are rotated by the launch that writes them, |
 |                                    | prompts by the launch that norms q and k                  |
+| delta rules (`delta_mixer`)        | one product for all inputs, four launches after it        |
 | mixtures of experts (`moe`)        | two grouped matrix products, one launch for the routing   |
 
 Modules are selected by a test, not by family name. Each replacement is first compared with the module on random
@@ -33,17 +34,20 @@ from torch import nn
 
 from kvloom.kernels.fused import (
     Activation,
+    GateOrder,
     NormForm,
     RMSNorm,
     act_and_mul,
     add_norm,
     apply_rotary,
+    gated_rms_norm,
     linear,
     rms_norm,
 )
 from kvloom.models.paged import is_dense
 
 from . import cpu_decoder_layer
+from .delta_mixer import fuse_delta_mixer
 from .fused_attention import FusedAttention, fuse_attention
 from .latent_attention import fuse_latent_attention
 from .moe import FusedBlock, fuse_block, fuse_experts, fuse_router
@@ -66,7 +70,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
         for (
             name,
             tried,
-        ) in FUSIONS.items():  # norms first, because attention checks whether its norms are fused
+        ) in FUSIONS.items():  # norms come first, because the fusion of attention needs fused norms
             for module in fresh:
                 if tried(module):
                     module.is_fused = True
@@ -106,8 +110,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _FusedNorm:
-    """The fused forward of a norm. It reads the weight at each call, because loading weights may replace it. If the
-    weight does not fit the input (Falcon Mamba), the module's own forward runs.
+    """The fused forward of a norm. Each call reads the weight of the module, because loading weights may replace the
+    tensor. If the weight does not fit the input (Falcon Mamba), the module's own forward runs.
     """
 
     def __init__(self, module: Any, eps: float, form: NormForm) -> None:
@@ -133,16 +137,62 @@ def _fuse_norm(module: Any) -> bool:
         return False
     x = _random_input(3, len(weight), like=weight)
     own = weight.detach().clone()
-    weight.data.copy_(
-        _random_input(len(weight), like=weight)
-    )  # a weight of ones would not show whether the module uses it
+    # A weight of ones would hide whether the module uses its weight.
+    weight.data.copy_(_random_input(len(weight), like=weight))
     form: NormForm
     try:
         for form in ("llama", "gemma"):
             if _same(module(x), rms_norm(x, weight, eps, form)):
                 module.forward = _FusedNorm(module, eps, form)
                 return True
-    except TypeError:  # a gated norm takes more arguments
+    except TypeError:  # for example a gated norm, which takes more arguments
+        return False
+    finally:
+        weight.data.copy_(own)
+    return False
+
+
+class _FusedGatedNorm:
+    """The fused forward of a gated norm. The last dimension of x has `groups` parts, which are normalised
+    separately. If there is no gate, the module's own forward runs."""
+
+    def __init__(self, module: Any, eps: float, order: GateOrder, groups: int) -> None:
+        self._module, self._own, self._groups = module, module.forward, groups
+        self.eps, self.order = eps, order
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        weight, groups = self._module.weight, self._groups
+        if gate is None or x.shape != gate.shape or x.shape[-1:] != weight.shape:
+            return self._own(x, gate)  # type: ignore[no-any-return]
+        if groups == 1:
+            return gated_rms_norm(x, gate, weight, self.eps, self.order)
+        x_parts, gate_parts = (part.view(*part.shape[:-1], groups, -1) for part in (x, gate))
+        return gated_rms_norm(x_parts, gate_parts, weight.view(groups, -1), self.eps, self.order).view(
+            x.shape
+        )
+
+
+def _fuse_gated_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNormGated") or weight is None or weight.dim() != 1:
+        return False
+    size = getattr(module, "group_size", None) or len(weight)
+    groups = getattr(module, "n_groups", None) or len(weight) // size
+    if not isinstance(eps, float) or len(weight) % groups:
+        return False
+    x, gate = _random_input(2, 3, len(weight), like=weight)
+    own = weight.detach().clone()
+    weight.data.copy_(_random_input(len(weight), like=weight))
+    order: GateOrder
+    try:
+        wanted = module(x, gate)
+        for order in ("first", "last"):
+            fused = _FusedGatedNorm(module, eps, order, groups)
+            if wanted.dtype == x.dtype and _same(wanted, fused(x, gate)):
+                module.forward = fused
+                return True
+    except (RuntimeError, TypeError):  # the module has other arguments, so it is not changed
         return False
     finally:
         weight.data.copy_(own)
@@ -197,10 +247,9 @@ class _ResidualOutput:
 
 class _FusedDecoderLayer:
     """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. `posts` is
-    empty or has two norms. They normalise the outputs of attention and MLP before each output is added to x.
-
-    `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP output also
-    computes this norm of x. The result is stored as an attribute of x, so it is freed with x.
+    empty, or has two norms: one normalises the output of attention, the other the output of the MLP, before the output
+    is added to x. `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP
+    output also applies `after` to x. This result is stored as an attribute of x, so it is freed with x.
     """
 
     def __init__(
@@ -305,8 +354,9 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer (`module`) and its fused form `found` compute the same result on random input. During
-    this test a stand-in replaces `attention`. It only applies the output projection `output` to the hidden states."""
+    """Return whether a layer (`module`) and its fused form `found` compute the same result on random input. During this
+    test a stand-in replaces `attention`. The stand-in only applies the output projection `output` to the hidden
+    states."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -348,7 +398,7 @@ def _fuse_projections(module: Any) -> bool:
                 return product.of_part(x, place)
             found = last[0][1][place]
             if place == 2:
-                last.clear()  # otherwise the activations of a layer would stay in memory until its next call
+                last.clear()  # frees the activations of the layer now, not at its next call
             return found
 
         return forward
@@ -405,10 +455,12 @@ def _fuse_latent_attention(module: Any) -> bool:
 
 FUSIONS: dict[str, Callable[[Any], bool]] = {
     "norms": _fuse_norm,
+    "gated norms": _fuse_gated_norm,
     "gated MLPs": _fuse_mlp,
     "projections": _fuse_projections,
     "attentions": fuse_attention,
     "latent attentions": _fuse_latent_attention,
+    "delta rules": fuse_delta_mixer,
     "experts": fuse_experts,
     "routers": fuse_router,
     "mixtures of experts": fuse_block,

@@ -53,7 +53,7 @@ def fuse_experts(module: Any) -> bool:
         return False
     draw = torch.Generator().manual_seed(dim)
     picked = min(2, count)
-    # Some tensor rows are large, so that a clamp in the gate changes the result.
+    # Some rows have large values, so that the test notices a clamp in the gate.
     sizes = torch.tensor([1.0, 1.0, 8.0, 64.0, 512.0])
     x = (torch.randn(5, dim, generator=draw) * sizes[:, None]).to(gate_up.device, gate_up.dtype)
     index = torch.stack([torch.randperm(count, generator=draw)[:picked] for _ in x]).to(x.device)
@@ -63,10 +63,10 @@ def fuse_experts(module: Any) -> bool:
     except (TypeError, RuntimeError):
         return False  # the module has other arguments, so it is not changed
     for activation in ACTIVATIONS:
-        # Every tile is tried, which also compiles its kernel before serving.
+        # Try every tile size. This also compiles its kernel before serving.
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
-            # Weights are read at each call, because loading weights later replaces them.
+            # Each call reads the weights from the module, because loading weights may replace the tensors.
             module.forward = _FusedExperts(module, activation)
             return True
     return False
@@ -102,7 +102,8 @@ def fuse_router(module: Any) -> bool:
     x = torch.randn(5, weight.shape[1], generator=draw).to(weight.device, weight.dtype)
     own = None if bias is None else bias.clone()
     if bias is not None:
-        bias.copy_(torch.rand(bias.shape, generator=draw))  # zeros would not show whether the module uses it
+        # A bias of zeros would hide whether the module uses its bias.
+        bias.copy_(torch.rand(bias.shape, generator=draw))
     try:
         logits, scores, index = module(x)
         if logits.shape != (5, len(weight)) or scores.shape != (5, picked) or index.shape != scores.shape:
@@ -110,7 +111,7 @@ def fuse_router(module: Any) -> bool:
         for routing in _candidates(module):
             for exact in (False, True):
                 fused = _FusedRouter(module, routing, scores.dtype, exact)
-                # The oracle is tried first, because every form of the kernel would be compiled.
+                # Try the oracle first: otherwise every form of the kernel would be compiled.
                 if not fused.agrees(*fused.oracle(x), logits, scores, index):
                     continue
                 if fused.agrees(*fused(x), logits, scores, index):
@@ -152,7 +153,7 @@ class _FusedRouter:
         return logits, *choose_experts(logits, self._routing, self._dtype, bias)
 
     def oracle(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the results of a call of this router, but with the experts selected by torch on a CPU."""
+        """Return the results that a call of this router should have. Torch on a CPU selects the experts."""
         logits, bias = self._logits(x), getattr(self._module, "e_score_correction_bias", None)
         bias = None if bias is None else bias.cpu()
         weights, index = choose_experts(logits.cpu(), self._routing, self._dtype, bias)
@@ -180,7 +181,8 @@ class _FusedRouter:
 
 class FusedBlock:
     """The fused forward of a mixture of experts: router, experts, and shared experts if there are any. If `into` is
-    given, the result is added to that tensor.
+    given, the result is added to that tensor. Shared experts may have a gate (Qwen): a linear layer with one output,
+    whose sigmoid multiplies their result.
 
     In a CUDA graph, shared experts run at the same time as the other experts, on a stream of their own.
     """
@@ -190,28 +192,32 @@ class FusedBlock:
 
     def __init__(self, module: Any, shared: Any) -> None:
         self._module, self._shared = module, shared
+        self._shared_gate = getattr(module, "shared_expert_gate", None)
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         target = None if into is None else into.view(-1, into.shape[-1])
-        side = None
+        side, gated = None, None
         if self._shared is not None:
             side = _side_stream(flat) if target is not None else None
             with nullcontext() if side is None else torch.cuda.stream(side):
-                target = self._shared.forward(flat, into=target)
+                if self._shared_gate is None:
+                    target = self._shared.forward(flat, into=target)
+                else:
+                    gated = self._shared.forward(flat), self._shared_gate(flat)
         _, weights, index = self._module.gate(flat)
         outputs = self._module.experts.forward.outputs(flat, index)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
-        return sum_outputs(outputs, weights, x.dtype, target).view(x.shape)
+        return sum_outputs(outputs, weights, x.dtype, target, gated).view(x.shape)
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(x: torch.Tensor) -> torch.cuda.Stream | None:
-    """Return a second stream that starts after the work queued on the current stream. Return None if no CUDA graph
-    is being captured, because the host would launch kernels too slowly for them to overlap."""
+    """Return a second stream that starts after the work queued on the current stream. Return None unless a CUDA graph
+    is being captured: without a graph, the host launches kernels too slowly for two streams to overlap."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     side = _SIDE_STREAMS.get(x.device)

@@ -1,7 +1,6 @@
-"""Matrix products of linear layers. A product may join several layers with the same input.
-
-Every product can have a low-rank term, which the adapters of a batch add to its result (`models/lora`). Without
-adapters a product has no term.
+"""Matrix products of linear layers. A product may join several layers with the same input. If the engine has LoRA
+adapters, a product also has a low-rank term, which adds the contribution of a batch's adapters to the result
+(`models/lora`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ class Product:
     """The product of an input with the weights of one linear layer, or of several joined layers. The weights of
     joined layers become views of one tensor.
 
-    A single layer keeps its weight, which is read at each call, because loading weights may replace it.
+    A single layer keeps its weight. Each call reads this weight from the layer, because loading weights may replace the
+    tensor.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:

@@ -13,9 +13,10 @@ x is the head's own hidden state. For tokens that the target has not computed, x
 | `t2d`                                 | which target tokens are in the draft vocabulary; not needed                                   |
 | `embed_tokens`                        | embeddings of the head; if missing, the embeddings of the target are used                     |
 
-By default, hidden states are read after 2 layers of the target, after half of its layers, and before its last 3
-layers. The config field `eagle_aux_hidden_state_layer_ids` overrides this list. At the top level of the config, a
-value n means: after the first n layers. Inside `eagle_config`, it means: after the layer with index n, from 0.
+By default, hidden states are read after 2 layers of the target, after half of its layers, and before its last 3 layers.
+The config field `eagle_aux_hidden_state_layer_ids` overrides this list. In a list at the top level of the config, a
+value n means: after the first n layers. In a list inside `eagle_config`, it means: after the layer with index n,
+counted from 0.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads two inputs for a token: its embedding, and the hidden state of the
-    token before it. The input of the layer is the concatenation of the two."""
+    """A decoder layer whose attention reads two inputs for each token: the token's embedding, and the hidden state of
+    the token before it. The layer gets both as one concatenated tensor."""
 
     def __init__(self, layer: Any, config: Any) -> None:
         """Take over the modules of a Llama layer (`layer`)."""
@@ -146,7 +147,7 @@ def load_eagle_head(folder: str, target: Any) -> EagleHead:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a head's config. If the config of the layer is nested, its fields are included."""
+    """Return the fields of a head's config, together with the fields of a nested layer config."""
     try:
         fields: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return {**fields, **fields.pop("transformer_layer_config", {})}

@@ -76,8 +76,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return the module that the head uses: `module`, which is shared with the target. If the head has its own
-    matrix `own` that differs from the target's, return a copy of `module` with this matrix."""
+    """Return the module that the head uses. This is the target's `module`, unless the head has a different matrix
+    `own`. In that case, return a copy of `module` with the matrix `own`."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

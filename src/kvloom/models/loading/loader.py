@@ -136,9 +136,7 @@ def load_vision(
             f"{', '.join(sorted(families))}"
         )
     with progress_bars(progress):
-        if (
-            load_format == "random"
-        ):  # random weights depend on the order in which all weights are drawn, also those of text layers
+        if load_format == "random":  # with text layers, to get the same weights as `load`
             loaded = _random(config, kind, where, seed=0)
         else:
             loaded = _weights(model, _without_text_layers(config), kind, where)
@@ -175,8 +173,8 @@ def _without_text_layers(config: Any) -> Any:
 
 
 def _drop_text(model: Any) -> None:
-    """Delete the weights that only text needs. The input embeddings keep one row, because their dtype and width are
-    still read."""
+    """Delete the weights that only text needs. Keep one row of the input embeddings, because other code reads their
+    dtype and width."""
     text = model.base_model.language_model
     for name, module in text.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):
@@ -191,8 +189,8 @@ def _drop_text(model: Any) -> None:
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
     """Return the transformers config of a folder or hub id. For random weights, a config.json or the name of a known
-    model is also accepted. Of Qwen Omni, only the part that generates text is returned. Code inside a checkpoint is
-    never run.
+    model is also accepted. For Qwen Omni, return only the config of the part that generates text. Code inside a
+    checkpoint is never run.
     """
     config = _whole_config(model, load_format)
     return getattr(config, "thinker_config", config)
@@ -279,7 +277,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
         raise ModelError(
             f"{source}: the shipped config describes layers, not weights: give a whole config.json"
         )
-    return text  # also for multimodal models: only the text part is described
+    return text  # multimodal models, too: the specs describe only the text part
 
 
 def language_model_class(config: Any) -> tuple[Any, Any]:
@@ -393,9 +391,9 @@ def _source(model: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading_by_tensor() -> Iterator[None]:
-    """In this context, transformers reads one tensor of a safetensors file at a time. Otherwise it would map all files
-    into memory until the last weight is loaded. It reads in up to four threads, so four tensors may be in host memory
-    beside those of the model. A tensor whose dtype changes is converted into memory of exactly its size."""
+    """In this context, transformers reads one tensor of a safetensors file at a time, in up to four threads. At most
+    four tensors are in host memory in addition to those of the model. Without this context, transformers would map all
+    files into memory until the last weight is loaded. A tensor whose dtype changes is converted by `_converted`."""
     from safetensors import safe_open
     from transformers import core_model_loading, modeling_utils
 
@@ -417,15 +415,15 @@ def _reading_by_tensor() -> Iterator[None]:
             (core_model_loading, "_materialize_copy", materialize),
         ):
             own = getattr(module, name, None)
-            if own is not None:  # else a version of transformers that reads files in another way
+            if own is not None:  # None in versions of transformers that read files in another way
                 setattr(module, name, replacement)
                 stack.callback(setattr, module, name, own)
         yield
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor of the CPU in another dtype. Torch's allocator may round each tensor up to whole huge pages, so
-    that a model needs up to a third more memory. Memory of numpy has no such rounding."""
+    """Return a CPU tensor in another dtype, in memory from numpy. Torch's allocator may round each tensor up to whole
+    huge pages, so that a model needs up to a third more memory."""
     if dtype is None or tensor.dtype == dtype:
         return tensor
     size = tensor.numel() * dtype.itemsize
@@ -444,8 +442,8 @@ def _shard(
     seed: int,
     ranks: Ranks,
 ) -> Any:
-    """Return the part of a model that a rank computes. From a checkpoint, one weight at a time is read and cut.
-    Random weights are generated for the whole model first, so that all ranks have parts of the same model."""
+    """Return the part of a model that a rank computes. Weights of a checkpoint are read and cut one at a time. Random
+    weights are first generated for the whole model, so that all ranks have parts of the same model."""
     if is_gguf(model) or quantisation_method(config) is not None:
         raise ModelError(f"{model}: {refused('tensor parallel, quantised weights')}")
     if load_format == "random":
@@ -542,8 +540,9 @@ def _check_context(model: Any) -> None:
 
 @contextmanager
 def _cut_weights(cuts: Cuts, whole: WholeModel) -> Iterator[None]:
-    """Let transformers cut each weight when it has read it, and record the weight in `whole`. Weights are read one after the other, so that at most one
-    whole weight is in memory. Not safe while another thread loads a model."""
+    """In this context, transformers cuts each weight after reading it, and the weight is recorded in `whole`. It reads
+    one weight after the other, so that at most one whole weight is in memory. Not safe while another thread loads a
+    model."""
     from transformers import core_model_loading
 
     original, variable = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
@@ -579,7 +578,7 @@ def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) ->
         buffer.zero_()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            # so that transformers does not initialise it again
+            # Keep transformers from initialising the weight again.
             vars(module.weight)["_is_hf_initialized"] = True
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
@@ -592,7 +591,7 @@ def _fill(weight: torch.Tensor, generator: torch.Generator) -> None:
     if weight.device.type != "cpu" or weight.dtype == torch.float32:
         weight.normal_(0, STD, generator=generator)
         return
-    # A CPU samples normal numbers in half precision one by one.
+    # Sampling in half precision is slow on a CPU, because it draws one number at a time.
     for chunk in torch.split(weight.view(-1), _CHUNK):
         chunk.copy_(torch.empty(chunk.shape).normal_(0, STD, generator=generator))
 

@@ -49,7 +49,8 @@ class RecordingCache(EmptyCache):
     """The cache argument of a probed model. It behaves like an empty cache, and records calls by layer."""
 
     last_written: ClassVar[RecordingCache | None] = None
-    """The cache of the last update. Modules that do not pass their keywords on to attention find it here."""
+    """The cache of the last update. The attention function uses this cache if a module does not pass its keywords
+    on."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
@@ -96,7 +97,7 @@ class RecordingCache(EmptyCache):
         return new
 
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
-        self._state(layer_idx)["lightning"] = new.mT.shape[1:]  # our states are transposed
+        self._state(layer_idx)["lightning"] = new.mT.shape[1:]  # pages store the transposed state
 
     def _state(self, layer_idx: int) -> dict[str, torch.Size]:
         return self.states.setdefault(layer_idx, {})
@@ -139,7 +140,7 @@ def _run_separately(model: Any) -> SequenceCache:
     def run(ids: torch.Tensor) -> SequenceCache:
         cache = new_cache(model)
         given = forward_arguments(model, ids, 0)
-        given.pop("attention_mask", None)  # modeling code would read its values
+        given.pop("attention_mask", None)  # modeling code would read the values of the mask
         cache.take_result(model(**given, **cache.arguments()))
         return cache
 
@@ -151,8 +152,7 @@ def _run(model: Any, run: Callable[[torch.Tensor], Any]) -> Any:
     """Return `run(tokens)` for a few tokens on the meta device. If the model's code needs the values of tensors, the
     model runs again on a CPU, with weights of zeros that need no memory. In a large model, this second run has
     only the first layers. Raises ModelError with the reason if the model cannot run."""
-    # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
-    # not have.
+    # Let all experts run in one gather. A loop over the selected experts would need data, and meta tensors have none.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     name = type(model).__name__
@@ -184,7 +184,7 @@ def _fill_with_zeros(model: Any) -> None:
             zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # Integers are sizes and offsets, by which code may divide.
+            # Integers become ones: they are sizes and offsets, and code may divide by them.
             value = 0 if buffer.is_floating_point() else 1
             setattr(module, name, torch.full(buffer.shape, value, dtype=buffer.dtype))
 
@@ -298,9 +298,7 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     for index, (key, value) in cache.written.items():
         if index in tokens:
             windows = cache.attended.get(index, [])
-            if (
-                cache.masked
-            ):  # the layers of such a model pass no window, because their masks would contain it
+            if cache.masked:  # the mask contains the window, so layers pass none
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
     for index, windows in cache.attended.items():

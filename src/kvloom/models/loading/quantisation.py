@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights. Transformers loads them; kvloom checks the packages that it needs for this.
+"""Checkpoints with quantised weights. Transformers loads them. kvloom checks that the required packages are installed.
 
 Keys and values do not depend on the format of weights: `kv_dtype` alone selects their dtype.
 

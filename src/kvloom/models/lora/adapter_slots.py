@@ -6,9 +6,9 @@
 The buffers are allocated once, so that CUDA graphs stay valid when adapters are loaded and removed. A step without
 adapters computes no terms. This module does not decide which adapter has a slot.
 
-With tensor parallelism a rank has the part of each adapter that belongs to its part of the layer: rows of B if the
-outputs of the layer are cut, columns of A if its inputs are cut. In the second case, the sum over ranks includes the
-terms.
+With tensor parallelism a rank has a part of each adapter. If the outputs of a layer are cut, the rank has the matching
+rows of B. If the inputs of a layer are cut, the rank has the matching columns of A, and the sum over ranks also adds up
+the terms.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class AdapterSlots:
     @contextmanager
     def step(self, rows: AdapterRows | None) -> Iterator[None]:
         """Return a context for one execution of the model, in which tokens use the adapters of `rows`. None means no
-        adapters. Several engines, each with its own slots, may share the model. On entry, the products of the model
-        therefore get the terms of this object's slots."""
+        adapters. Several engines, each with its own slots, may share the model. Entering the context therefore attaches
+        the terms of this object to the products of the model."""
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:
                 product.term = term

@@ -41,6 +41,7 @@ from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
 from .rotated_copy import RotatedCopier, RotationError, without_sinks
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+from .scans import PackedStates, current_states, run_scan
 from .sequence_cache import SequenceCache, cache_argument, forward_arguments, new_cache
 from .token_mover import TokenMover
 
@@ -59,6 +60,7 @@ __all__ = [
     "Image",
     "ImageGroup",
     "ImageInputs",
+    "PackedStates",
     "Pages",
     "RotatedCopier",
     "RotationError",
@@ -71,6 +73,7 @@ __all__ = [
     "attend",
     "cache_argument",
     "checkpoint_of",
+    "current_states",
     "divide_step",
     "fingerprint",
     "forward_arguments",
@@ -85,6 +88,7 @@ __all__ = [
     "read_scales",
     "refusal_reason",
     "replace_up_projections",
+    "run_scan",
     "runs_separately",
     "scale_sizes",
     "separation_reason",

@@ -60,9 +60,9 @@ def _operation(
 ) -> torch.Tensor:
     """`Pages.attend` as one operation in the graph of a compiler.
 
-    The operation modifies the pool, which is not part of the graph. The compiler still keeps the correct order, for
-    two reasons. Each operation reads only pages that it wrote itself or that earlier steps wrote. Its queries
-    depend on the results of earlier operations.
+    The operation modifies the pool, which is not part of the graph. The order of operations is still correct. Each
+    operation reads only pages that it wrote itself or that earlier steps wrote. Its queries depend on the results of
+    earlier operations, so the compiler cannot move it before them.
     """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
@@ -101,7 +101,7 @@ def attend(
         raise ModelError(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
-    if pages is None:  # the module does not pass its keywords on
+    if pages is None:  # a module that does not pass its keywords on
         pages = PAGES_BY_HANDLE.get(getattr(LAST_WRITTEN, "handle", -1))
     if pages is None:
         raise ModelError("attention was called without pages: run the model through kvloom")
@@ -110,7 +110,7 @@ def attend(
     source = getattr(module, "kv_source", None)
     if source is None:
         new = pages.take(layer)
-    else:  # K and V of another layer, which are written again
+    else:  # K and V of another layer, which this call writes again
         layer, new = int(source), (key, value)
     if not keeps_latents(module):
         return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
@@ -154,5 +154,5 @@ def install(model: Any, context: int | None = None) -> None:
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    # A vision or audio tower uses its own attention.
+    # Vision and audio towers keep their own attention.
     config._attn_implementation = {"": ATTENTION, **dict.fromkeys(parts, ATTENTION)} if parts else ATTENTION

@@ -1,5 +1,5 @@
-"""The batch of one step, as the model gets it: the next tokens of several sequences, packed in one tensor, and
-their pages.
+"""The batch of one step, which is the input of the model: the next tokens of several sequences, packed in one tensor,
+and their pages.
 
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
@@ -37,9 +37,9 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length includes
-      them. Only recurrent layers compute them again, because their states do not cover these tokens yet. With `rewrites`,
-      their K and V are also written again, because a draft model may lack them.
+    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length
+      includes them. Only recurrent layers compute these tokens again, because their states do not cover the tokens yet.
+      With `rewrites`, the K and V of the tokens are also written again, because a draft model may lack them.
     - `drafts`: the number of tokens at the end of `tokens` that are a draft. Recurrent layers do not store a state for
       them.
     - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
@@ -204,8 +204,7 @@ class _StepNumbers:
     """The adapter slot of each token. None if no token uses an adapter."""
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """Return the arrays of this object, each followed by the array of `other`. The sequences of `other` thus
-        follow those of this object."""
+        """Return an object with the sequences of this object, followed by the sequences of `other`."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -236,8 +235,8 @@ class BatchBuilder:
     - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
       cache are used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: applies to steps that replay a CUDA graph and have draft trees. In these steps, a sequence
-      has at most this many tokens, a multiple of 4. If it is 0, steps that replay a graph have no trees.
+    - `tree_columns`: largest number of tokens of a sequence in a step that replays a CUDA graph and has draft trees, a
+      multiple of 4. 0 means that steps that replay a graph have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 
@@ -259,7 +258,7 @@ class BatchBuilder:
         width, sequences, blocks = cache.page_tables.shape
         self._states = len(cache.state_pages)
         if self._mirrored:
-            # One extra line of zeros: padding writes to page 0, which no sequence uses.
+            # The last line is all zeros: padding writes to page 0, which no sequence uses.
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
@@ -278,7 +277,8 @@ class BatchBuilder:
         slots = max(tokens, rows, DRAFT_STEP_TOKENS) if adapted and self._mirrored else 0
         self._slots = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self._host_slots = [torch.zeros(slots, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self._padding: dict[int, Ids] = {}  # numbers of padding sequences, by the size of a step with drafts
+        # The uploaded numbers of a step with only padding, by its size in tokens.
+        self._padding: dict[int, Ids] = {}
 
     @property
     def is_mirrored(self) -> bool:
@@ -293,7 +293,7 @@ class BatchBuilder:
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
-        needed only if the `source` of some work is an index of one of these tokens (not -1)."""
+        needed only if some work has a `source` other than -1."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -387,9 +387,9 @@ class BatchBuilder:
         self._copy(block, slots=slots, slot_count=size)
 
     def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids, npt.NDArray[np.uint8]]:
-        """Divide the array `block` into four parts: integers per token, integers per row, the starts of rows, and the
-        draft trees. `block` contains all integers that are copied to the device for a graph of `size` tokens (see
-        `drafted`)."""
+        """Return four views of the array `block`: integers per token, integers per sequence, the starts of sequences,
+        and the draft trees. `block` contains all integers that are copied to the device for a graph of `size` tokens
+        (see `drafted`)."""
         at, end = self._token_fields * size, len(block) - size * self._tree_columns // 4
         starts = end - size - 1
         return (
@@ -437,8 +437,8 @@ class BatchBuilder:
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False, adapted: bool = False) -> Batch:
         """Return the batch for the capture of a CUDA graph that computes `rows` sequences of one token each. The graph
-        also computes the tensors of this batch, so every replay uses the numbers of the last `send_singles`. With
-        `adapted`, the sequences may use adapters."""
+        computes the tensors of this batch from the uploaded numbers, so every replay uses the numbers of the last
+        `send_singles`. With `adapted`, the sequences may use adapters."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -462,9 +462,9 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch for the capture of a CUDA graph with space for `tokens` tokens. The graph also computes the
-        tensors of this batch, so every replay uses the numbers of the last `send`. `bounds` and `sizes` of the batch
-        are placeholders."""
+        """Return the batch for the capture of a CUDA graph with space for `tokens` tokens. The graph computes the
+        tensors of this batch from the uploaded numbers, so every replay uses the numbers of the last `send`. `bounds`
+        and `sizes` of the batch are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -490,7 +490,7 @@ class BatchBuilder:
         of_rows = of_rows.view(fields, tokens)
         of, lengths, patched = of_rows[:3]
         at = 3 + width
-        if width:  # a sequence without a new block writes page 0 to the padding line of the table
+        if width:  # for a sequence without a new block, page 0 is written to the padding line of the table
             is_new = patched >= 0
             place = torch.where(is_new, of * blocks + patched, (sequences - 1) * blocks)
             self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
@@ -583,9 +583,9 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return, for each sequence, the number of its new block (-1 for none) and the page ids of this block.
-        `rows` are the line numbers of the sequences in the block tables. If several blocks of a sequence have
-        changed, this method uploads their page ids, and returns -1 for the sequence."""
+        """Return, for each sequence, the number of its one changed block and the page ids of this block. The number is
+        -1 if no block has changed. If several blocks of a sequence have changed, upload their page ids here, and return
+        -1. `rows` are the line numbers of the sequences in the block tables."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -726,21 +726,18 @@ def _adapter_slots(works: Many[Work], positions: Ints, starts: Ints) -> Ids | No
 
 
 def _with_trees(batch: Batch, seen: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> Batch:
-    """Return the batch with trees. Slots do not change."""
+    """Return a copy of `batch` with draft trees. The tokens keep their slots."""
     rotary = None if batch.rotary is None else batch.rotary + (positions - batch.positions)
     return replace(batch, positions=positions, rotary=rotary, trees=seen, previous=previous)
 
 
 def _trees(works: Many[Work], slots: Ints, starts: Ints) -> _Trees:
-    """Return the trees of a step. `slots` has the index of each token in its sequence. All tokens before it count,
-    including those of other branches of its tree. `starts` has the index of each sequence's first token in the
-    step."""
+    """Return the trees of a step. `slots` has the index of each token in its sequence, counting the tokens of all
+    branches of its tree. `starts` has the index of each sequence's first token in the step."""
     counts = np.diff(starts)
     longest = int(counts.max())
-    dtype = np.uint8 if longest < 256 else np.int32  # rows of prompts can be long, on a CPU
-    columns = max(
-        4, 1 << (longest - 1).bit_length()
-    )  # few numbers, because each needs its own attention plan
+    dtype = np.uint8 if longest < 256 else np.int32  # on a CPU, a prompt in the same step can be long
+    columns = max(4, 1 << (longest - 1).bit_length())  # few widths, because each needs its own attention plan
     seen = np.zeros((len(slots), columns), dtype)
     positions, previous = slots.copy(), slots - 1
     for work, start, count in zip(works, starts[:-1].tolist(), counts.tolist(), strict=True):

@@ -1,6 +1,5 @@
-"""Cross-attention layers on pages. Tokens that see an image read its keys and values from pages.
-
-Reads are plain torch, without a kernel. `vision.cross_vision` writes the pages.
+"""Cross-attention layers on pages. Tokens that see an image read the image's keys and values from pages, in plain
+torch. `vision.cross_vision` writes the pages.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def wrap_cross_attention(layer: Any) -> bool:
     if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
         return False
     if not getattr(attention, "is_fused", False):
-        # keys and values have a different input than queries, so there is nothing to fuse
+        # queries have another input than keys and values, so the projections cannot be joined
         attention.is_fused = True
         own = layer.forward
 

@@ -1,8 +1,6 @@
-"""Linear layers of quantised checkpoints. A layer is dense if its result is its input times its weight, plus
-its bias. Only for dense layers does kvloom use the weight directly.
-
-A quantised layer has another class, packed weights, a weight of a tensor subclass, or a forward of its own.
-Its result can be computed only with its forward.
+"""Linear layers of quantised checkpoints. A layer is dense if its result is its input times its weight, plus its bias.
+kvloom uses the weight directly only for dense layers. A quantised layer has another class, packed weights, a weight of
+a tensor subclass, or a forward of its own. Only this forward can compute its result.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def is_dense(layer: Any) -> bool:
         return False
     if not is_dense_weight(layer._parameters.get("weight")):
         return False
-    # kvloom's own forward of a layer has a product (see `fusion.product`).
+    # A fused layer also counts as dense: kvloom's forward of it has a `Product` (see `fusion.product`).
     return "forward" not in vars(layer) or "product" in vars(layer)
 
 

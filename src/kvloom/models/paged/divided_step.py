@@ -6,8 +6,8 @@
                mixers: `join` inputs of all ranks → all tokens on every rank → own tokens
     last       `join` hidden states of all ranks → logits
 
-Each rank reads a part of every block (`core.ContextPart`), so all ranks have the same attention work, whatever queries
-they own. A step with few tokens is not divided: its collectives would take more time than they save.
+Each rank reads a part of every block (`core.ContextPart`), so all ranks have equal attention work. A step with few
+tokens is not divided: its collectives would take more time than they save.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class DividedStep:
         self._own = slice(ranks.shard.rank * self._each, (ranks.shard.rank + 1) * self._each)
 
     def own(self, x: torch.Tensor, axis: int = 0) -> torch.Tensor:
-        """Return the own tokens of a tensor that has all tokens of the step along `axis`. The last rank may get
+        """Return this rank's tokens of `x`, which has all tokens of the step along `axis`. The last rank may get
         padding, which repeats the last token."""
         at = torch.arange(self._own.start, self._own.stop, device=x.device)
         return x.index_select(axis, at.clamp_(max=self._tokens - 1))
 
     def join(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return tensors with all tokens of the step, from tensors with own tokens [own tokens, …]. Makes one collective
-        call."""
+        """Gather tensors of all ranks. Each tensor has the tokens of one rank: [own tokens, …]. The results have all
+        tokens of the step. Makes one collective call."""
         flat = [part.reshape(self._each, -1) for part in parts]
         every = self._ranks.gather(torch.cat(flat, 1)).flatten(0, 1)[: self._tokens]
         found = torch.split(every, [part.shape[1] for part in flat], 1)
         return tuple(x.reshape(-1, *part.shape[1:]).to(part) for x, part in zip(found, parts, strict=True))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Send each rank the tokens that it owns. `x` [tokens, …] has a value of this rank for all tokens of the step.
-        Return the values of all ranks for the own tokens: [ranks, own tokens, …]."""
+        """Exchange partial results. `x` [tokens, …] has this rank's values for all tokens of the step. Each rank gets
+        the values for its own tokens from all ranks. Return them: [ranks, own tokens, …]."""
         padding = x.new_zeros(self._each * self._count - len(x), *x.shape[1:])
         return self._ranks.exchange(torch.cat((x, padding)).view(self._count, self._each, *x.shape[1:]))

@@ -121,13 +121,13 @@ def calls_registry(model: Any) -> bool:
 def separation_reason(model: Any) -> str | None:
     """Return the reason why a model cannot compute the packed sequences of a step, or None if it can. If there is
     a reason, the model runs with transformers' own cache (`own_cache`)."""
-    if not hasattr(model, "get_input_embeddings"):  # a draft head, which is not a model of transformers
+    if not hasattr(model, "get_input_embeddings"):  # a draft head is not a transformers model
         return None
     reason = SEPARATE.get(model.config.get_text_config().model_type)
     if reason is not None:
         return reason
     if not (_takes(model, "cache_params") or _takes(model, "position_ids")):
-        decoder = model.get_decoder()  # a model of sound may pass keywords on to its text model
+        decoder = model.get_decoder()  # an audio model may pass keywords on to its text model
         if decoder is model or not _takes(decoder, "position_ids"):
             return "it counts the positions of tokens itself"
     if not calls_registry(model) and not any(is_mixer(module) for module in model.modules()):
@@ -171,8 +171,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def keep_latents(module: Any) -> None:
-    """Let an MLA module pass latents to attention. Our attention reads latents in pages, so the module need not expand
-    them to keys and values."""
+    """Make an MLA module pass latents to attention, without expanding them to keys and values. kvloom's attention reads
+    latents from pages."""
     if hasattr(module, "expand_kv"):
         module.expand_kv = _latents_only
 

@@ -6,9 +6,9 @@ to attend:
     absorbed   queries are projected into latent space, and read latents in pages (576 and 512 dims in DeepSeek)
     expanded   latents are projected to keys and values of each head (192 and 128 dims), which queries then read
 
-Decoding is absorbed, because it reads few bytes. A prompt is expanded, because it needs a third of the arithmetic.
-Expanded keys and values are temporary. They are computed for a limited number of tokens at a time, and the results of
-several parts of a sequence are merged by their log-sum-exps.
+Decode steps use the absorbed form, which reads few bytes. Long prompts use the expanded form, which needs a third of
+the arithmetic. Expanded keys and values are temporary, and exist for a limited number of tokens at a time. If a
+sequence has several parts, the results of the parts are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
 
 @torch.no_grad()
 def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply queries [tokens, heads, dim] by the up-projection of keys [heads, dim, rank]. Writes the products
-    to `out` [tokens, heads, rank]. Any strides are possible."""
+    """Multiply queries [tokens, heads, dim] by the up-projection of keys [heads, dim, rank]. Writes the products to
+    `out` [tokens, heads, rank]. All tensors may have any strides."""
     torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
@@ -58,10 +58,13 @@ def out_of_latent_space(
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Some queries of the step (`queries`), and the tokens that these queries read. Both belong to one or more
-    sequences. `starts` has the index of each sequence's first query among the queries of the part.
-    `token_starts` has the index of each sequence's first token among the tokens of the part. Each token has a
-    row of the block table (`rows`) and a position in its sequence (`positions`). `merges` states that an
-    earlier part has the same queries. The results of both parts are then merged."""
+    sequences.
+
+    - `starts`: the index of each sequence's first query among the queries of the part.
+    - `token_starts`: the index of each sequence's first token among the tokens of the part.
+    - `rows`, `positions`: for each token, its row of the block table and its position in its sequence.
+    - `merges`: an earlier part has the same queries. The results of both parts are merged.
+    """
 
     queries: slice
     starts: list[int]
@@ -99,8 +102,8 @@ class ExpandedPlan:
     ) -> None:
         """`chosen` has the indexes, in the step, of the sequences to expand. For each sequence of the step, `bounds`
         has the index of its first query, and `lengths` its number of tokens, including new tokens. At most `limit`
-        tokens are expanded at a time, with one exception: if a sequence has more than `limit` tokens, all of its new
-        tokens are expanded together."""
+        tokens are expanded at a time. Exception: in a sequence of more than `limit` tokens, all new tokens are expanded
+        together."""
         self._limit = limit
         self._parts: list[_Part] = []
         group: list[int] = []
@@ -126,7 +129,8 @@ class ExpandedPlan:
         chosen = []
         for place, length in enumerate(lengths):
             queries = bounds[place + 1] - bounds[place]
-            if queries * (1 - queries / (2 * length)) >= MIN_QUERIES:  # a new token does not read later ones
+            # On average, a new token reads only half of the new tokens.
+            if queries * (1 - queries / (2 * length)) >= MIN_QUERIES:
                 chosen.append(place)
         return cls(chosen, bounds, lengths, limit, device) if chosen else None
 

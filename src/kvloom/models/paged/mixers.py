@@ -58,7 +58,8 @@ class MixerSteps:
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
+            # Set here once, instead of in the kernel of every layer.
+            if self.batch_invariant and fresh is not None:
                 read, fresh = ids.masked_fill(fresh, 0), None
             stored = self.batch.stored if self.batch.longest > 1 else None
             self._known[of] = StateRows(
@@ -127,6 +128,9 @@ def is_mixer(module: nn.Module) -> bool:
 def wrap_mixer(module: Any) -> None:
     """Make a mixer accept packed tokens. The mixer gets its states from the `Pages` in its cache argument. Repeated
     calls are allowed. Raises ModelError for an unknown kind of mixer.
+
+    The new forward calls `module.packed_forward` with `PackedStates` as cache argument. `models/fusion` may replace
+    this attribute.
     """
     if getattr(module, "takes_packed_rows", False):
         return
@@ -135,9 +139,9 @@ def wrap_mixer(module: Any) -> None:
     layer = int(module.layer_idx)
     if takes_packed_rows(module):
         replace_functions(module)
-        inner = module.forward
+        module.packed_forward = module.forward
     elif hasattr(module, "key_decay"):
-        inner = partial(lightning_forward, module)
+        module.packed_forward = partial(lightning_forward, module)
     else:
         raise ModelError(
             f"layer {layer} is a {type(module).__name__}, a recurrent mixer of an unknown kind: docs/models.md lists the supported kinds"
@@ -153,9 +157,9 @@ def wrap_mixer(module: Any) -> None:
         token = current_states.set(states)
         try:
             if pages.divided is None:
-                return inner(hidden_states, *args, **{**kwargs, argument: states})
+                return module.packed_forward(hidden_states, *args, **{**kwargs, argument: states})
             (every,) = pages.divided.join(hidden_states[0])
-            found = inner(every[None], *args, **{**kwargs, argument: states})
+            found = module.packed_forward(every[None], *args, **{**kwargs, argument: states})
             if isinstance(found, tuple):
                 return pages.divided.own(found[0], 1), *found[1:]
             return pages.divided.own(found, 1)

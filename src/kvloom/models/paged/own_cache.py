@@ -97,7 +97,7 @@ class _Separate:
         modeling code can continue its states only with single tokens. Raises ModelError if the logits differ even
         with single tokens, for example because attention is not causal. Such a model cannot resume a cached prefix."""
         weight = self._model.get_input_embeddings().weight
-        half = len(weight) // 2  # special tokens are often the first ones
+        half = len(weight) // 2  # avoids special tokens, which often have the first ids
         tokens = half + torch.arange(sum(TRIAL_PARTS), device=weight.device) * 3 % half
         whole = self.compute(new_cache(self._model), tokens, 0)
         limit = float(whole.std()) * torch.finfo(whole.dtype).eps ** 0.5

@@ -168,15 +168,15 @@ class Pages(EmptyCache):
         for name, view in layer_views(arena, self.layout).items():
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is not None and int(found[1]) in self._views:
-                pool_fields = self._views[int(found[1])][0].fields  # has the static scales
+                pool_fields = self._views[int(found[1])][0].fields  # these fields include the static scales
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
     def begin(
         self, batch: Batch, splitter: GraphSplitter | None = None, divided: DividedStep | None = None
     ) -> None:
-        """Set the step that the next execution of the model computes. With a `splitter`, this execution does not
-        compute attention. The splitter gets the attention call of each layer instead. If the step is `divided`, the
-        model gets only the tokens of this rank."""
+        """Set the step that the next execution of the model computes. With a `splitter`, attention is not computed: the
+        splitter gets the attention call of each layer. If the step is `divided`, the model gets only the tokens of this
+        rank."""
         self._batch, self._splitter = batch, splitter
         self.divided = divided
         self.steps = MixerSteps(batch, self._piece > 0)
@@ -243,7 +243,7 @@ class Pages(EmptyCache):
             if name.endswith("_scale"):
                 continue
             tokens, scale = pages[place], view.fields.get(f"{name}_scale")
-            if scale is not None:  # in pages, or one for each head
+            if scale is not None:  # scales are in the pages, or static: one per head
                 scale = scale[place] if scale.dim() == 3 else scale.flatten()
                 tokens = tokens.float() * (scale if name == "latent" else scale[..., None])
             found[name] = tokens.to(dtype)
@@ -292,10 +292,11 @@ class Pages(EmptyCache):
                 fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
             )
         elif not key.is_cuda and fields["k"].dtype == key.dtype and not self._is_divided(view):
+            # On a CPU, faster than computing them from slots.
             at = (
                 batch.pages[view.group][view.run],
                 batch.places,
-            )  # on a CPU this is faster than computing them from slots
+            )
             for name, new in (("k", key), ("v", value)):
                 if cpu.supports(fields[name], new):
                     cpu.write_tokens(fields[name], new, *at)
@@ -483,14 +484,15 @@ class Pages(EmptyCache):
             tables = tables[some.rows]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
-            query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
+            query = query.to(k.dtype)  # the kernels need queries in the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span, some)
         if self._is_divided(view):
             return self._read_divided(
                 plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks
             )
-        kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
+        # Attention may read new keys and values directly only if pages store them unchanged.
+        kept = not latent_values and k.dtype == new_k.dtype
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
             query, k, v, tables, Mask(span, softcap, sinks, batch.trees, batch.spans), scale,
@@ -590,7 +592,7 @@ class Pages(EmptyCache):
         """Return the attention plan of the step for layers with this shape and visibility (`span`). With `some`, the
         plan covers only these sequences."""
         batch = self.batch
-        # Only the device reads the lengths of a replayed step. On a GPU only decode plans support trees.
+        # For a replayed step, only the device has the lengths. On a GPU, only decode plans support trees.
         decodes = batch.replayed or (
             batch.trees is not None and self.device.type == "cuda" and shape.is_supported
         )

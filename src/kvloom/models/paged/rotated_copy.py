@@ -3,9 +3,10 @@
     source   | d0 | d1 | d2 | d3 |                   positions 0 to 3
     target   | t0 | t1 | d0 | d1 | d2 | d3 | …       the same tokens, two positions later
 
-V does not depend on the position. K is rotated by the distance, because a rotary embedding at position p + n is the
-embedding at position p, rotated by n more. The rotation of each layer is found by a test: in a prompt of equal tokens,
-the K of all positions differ only by their rotation. A model for which this is not true is refused.
+V does not depend on the position. K is rotated by the distance n of the two positions, because a rotary embedding at
+position p + n equals the embedding at position p, rotated by n more positions. A test finds the rotation of each layer:
+in a prompt of equal tokens, the K of all positions differ only by their rotation. If the K of a model differ in another
+way, the model is refused.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class RotationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How a layer rotates K: the angle per position of each pair of dims, and the order of pairs (see `Rotary`). No
-    angles: the layer does not rotate K."""
+    """How a layer rotates K: the angle per position of each pair of dims, and the order of pairs (see `Rotary`).
+    Without angles, the layer does not rotate K."""
 
     angles: torch.Tensor
     form: Literal["halves", "pairs"] = "halves"
@@ -90,8 +91,8 @@ class RotatedCopier:
 
     def copy(self, source: int, first: int, target: int, at: int, count: int) -> None:
         """Copy tokens [first, first + count) of the sequence in row `source` to the tokens [at, at + count) of the
-        sequence in row `target`. Both have pages, and no copy of these pages is pending. Tokens outside a window have
-        no page in the source and are not copied. Does not wait for the device."""
+        sequence in row `target`. Both sequences must have pages for these tokens, and no copy of these pages may be
+        pending. Tokens outside a window have no page in the source and are not copied. Does not wait for the device."""
         block = self._cache.block_tokens
         read, written = np.arange(first, first + count), np.arange(at, at + count)
         for layer, rotation in self._rotations.items():
@@ -126,7 +127,7 @@ class RotatedCopier:
             is_byte = field.element_size() == 1  # not all devices can index fp8
             tokens = field.view(torch.uint8)[at].view(field.dtype) if is_byte else field[at]
             tokens = tokens[:, None] if name == "latent" else tokens
-            if scale is not None:  # in pages, or one for each head
+            if scale is not None:  # scales are in the pages, or static: one per head
                 scale = scale[at].reshape(*tokens.shape[:2]) if scale.dim() == 3 else scale.flatten()
                 tokens = tokens.float() * scale[..., None]
             elif is_byte:

@@ -90,7 +90,7 @@ def checkpoint_of(model: Any) -> Path:
 
 def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
     """Return the scales of `layers` from a safetensors file or folder. Scales that were made for another dtype are
-    converted, so that the largest value that can be stored stays the same."""
+    converted: the largest value that can be stored stays the same."""
     tensors, made_for = _tensors(path)
     scales: Scales = {}
     for layer, spec in layers.items():

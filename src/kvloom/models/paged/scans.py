@@ -13,7 +13,7 @@ packed tokens of a step ([1, tokens, …] or [1, channels, tokens]), as if they 
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 
-A step with drafts calls a kernel twice (`_scan`). The first call computes the tokens that are not drafts, and
+A step with drafts calls a kernel twice (`run_scan`). The first call computes the tokens that are not drafts, and
 stores their last states. The second call computes the drafts from these states, and stores no state.
 """
 
@@ -37,6 +37,7 @@ __all__ = [
     "current_states",
     "lightning_forward",
     "replace_functions",
+    "run_scan",
     "takes_packed_rows",
 ]
 
@@ -73,7 +74,7 @@ class PackedStates(EmptyCache):
 def takes_packed_rows(module: Any) -> bool:
     """Return whether kernels can replace all functions of a mixer's modeling file that run over tokens."""
     names = vars(sys.modules[type(module).__module__])
-    recurs = hasattr(module, "A_log")  # the rate of a decay
+    recurs = hasattr(module, "A_log")  # a mixer with a decay rate, which needs a scan
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
@@ -96,7 +97,7 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return function
 
 
-def _scan(
+def run_scan(
     packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
 ) -> torch.Tensor:
     """Run `kernel(rows, *parts)` and return its result. `parts` are the kernel's arguments, each [tokens, …] or None.
@@ -113,7 +114,8 @@ def _scan(
     return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
 
 
-# The functions below have the argument names of modeling code. They return no last state, because the kernel has written it to the page.
+# The functions below use the argument names of modeling code. They return no final state, because the kernel has
+# already written this state to its page.
 
 
 def _conv(
@@ -133,7 +135,7 @@ def _conv(
     def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
         return causal_conv(x, weight, states, rows, bias, SILU[activation])
 
-    return _scan(packed, kernel, x[0].mT.contiguous()).mT[None]
+    return run_scan(packed, kernel, x[0].mT).mT[None]
 
 
 def _mamba1(
@@ -158,7 +160,7 @@ def _mamba1(
     def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
         return mamba1_scan(x, dt, a, b, c, states, rows, D, gate, delta_bias, delta_softplus)
 
-    y = _scan(packed, kernel, x, dt, b, c, gate).mT[None]
+    y = run_scan(packed, kernel, x, dt, b, c, gate).mT[None]
     return (y, y.new_empty(0)) if return_last_state else y
 
 
@@ -180,15 +182,15 @@ def _mamba2(
 ) -> Any:
     """Run Mamba-2. x is [1, tokens, heads, p], dt is [1, tokens, heads], b and c are [1, tokens, groups, n]. Time
     steps are clamped for every token. transformers clamps them only in prompts."""
-    x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
-    gate = None if z is None else z[0].contiguous()
+    x, dt, b, c = (part[0] for part in (x, dt, b, c))
+    gate = None if z is None else z[0]
     limits = float(dt_limit[0]), float(dt_limit[1])
     states = packed.fields["recurrent"]
 
     def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
         return mamba2_scan(x, dt, a, b, c, states, rows, D, gate, dt_bias, dt_softplus, limits)
 
-    y = _scan(packed, kernel, x, dt, b, c, gate)[None]
+    y = run_scan(packed, kernel, x, dt, b, c, gate)[None]
     return (y, y.new_empty(0)) if return_final_states else y
 
 
@@ -205,13 +207,13 @@ def _delta(
     """Run the delta rule. Arguments are [1, tokens, heads, dim]. g is [1, tokens, heads] or has one decay per
     channel. beta is [1, tokens, heads].
     """
-    query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
+    query, key, value, g, beta = (part[0] for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
 
     def kernel(rows: StateRows, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
         return delta_rule(query, key, value, g, beta, states, rows, normalise=use_qk_l2norm_in_kernel)
 
-    y = _scan(packed, kernel, query, key, value, g, beta)
+    y = run_scan(packed, kernel, query, key, value, g, beta)
     return y[None], y.new_empty(0)
 
 
@@ -237,6 +239,6 @@ def lightning_forward(
     def kernel(rows: StateRows, value: Any, key: Any, query: Any) -> torch.Tensor:
         return mamba2_scan(value, None, rates, key, query, states, rows)
 
-    y = _scan(past_key_values, kernel, value, key, query)
+    y = run_scan(past_key_values, kernel, value, key, query)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

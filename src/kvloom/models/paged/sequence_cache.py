@@ -1,6 +1,6 @@
 """The cache of one sequence in the form that modeling code expects, outside pages.
 
-`SequenceCache` has a `DynamicCache` of transformers. Families that keep states in other places have a subclass:
+`SequenceCache` has a `DynamicCache` of transformers. Families with states in other places have their own subclass:
 
 | family         | states are                                            | class                 |
 |----------------|-------------------------------------------------------|-----------------------|
@@ -69,7 +69,7 @@ class SequenceCache:
         if hasattr(cache, "update_indexer"):
             cache.update_indexer = partial(self._record_index, cache.update_indexer)
         for number, layer in enumerate(cache.layers):
-            if hasattr(layer, "update_index"):  # the class of another indexer
+            if hasattr(layer, "update_index"):  # a layer class that has an indexer
                 layer.update_index = partial(self._record_head, layer.update_index, number)
 
     def _record(self, update: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +151,9 @@ class SequenceCache:
 
 
 class DeepseekV4Cache(SequenceCache):
-    """The cache of DeepSeek V4. Some layers also store one compressed entry for each window of `compress_rate`
-    tokens. In pages, the last token of a window contains the entry, after the key. The compressor's inputs from an
-    unfinished window are stored as a state."""
+    """The cache of DeepSeek V4. Some layers also store one compressed entry for each window of `compress_rate` tokens.
+    In pages, the last token of a window contains the entry, after the key. The inputs of the compressor that belong to
+    an unfinished window are stored as a state."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

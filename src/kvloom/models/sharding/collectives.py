@@ -10,7 +10,7 @@
 | output matrix                  | the logits of a part   | all ranks gather the logits of the whole           |
 |                                | of the vocabulary      | vocabulary                                         |
 
-Biases that are added to a sum are zero on every rank but 0 (`cuts`).
+If outputs are summed, only rank 0 has the bias. On other ranks the bias is zero (`cuts`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["LayerCut", "cut_of", "install_collectives", "is_summed", "ranks_of",
 
 
 class LayerCut(NamedTuple):
-    """How a linear layer is cut: the numbers of inputs and outputs of the whole layer, and the ranges of them that
-    the rank has. No ranges mean all of them."""
+    """How a linear layer is cut: the numbers of inputs and outputs of the whole layer, and the ranges of inputs and
+    outputs that the rank has. Empty ranges mean that the rank has all of them."""
 
     inputs: int
     outputs: int
@@ -96,8 +96,8 @@ def _is_experts(module: Any) -> bool:
 
 
 class _SummedLinear(nn.Linear):
-    """A linear layer with a part of its inputs. The outputs of all ranks are summed. If the layer has a `Product`, which
-    LoRA adapters add terms to, the results of the products are summed."""
+    """The forward of a linear layer that has a part of its inputs on each rank. Sums the outputs of all ranks. If the
+    layer has a `Product`, its result (with the terms of LoRA adapters) is summed."""
 
     ranks: Ranks
 
@@ -108,8 +108,8 @@ class _SummedLinear(nn.Linear):
 
 
 def _spans_ranks(own: Any, whole: Any) -> bool:
-    """Return whether a module is a norm over values of several ranks. If a norm works on groups of values, and
-    every group is complete on one rank, the result is False."""
+    """Return whether a module is a norm that needs values of several ranks. The result is False for a norm over groups
+    of values if every group is complete on one rank."""
     if "Norm" not in type(own).__name__ or own.weight.dim() != 1 or "weight" in dict(own.named_buffers()):
         return False
     sizes = [getattr(each, "group_size", None) for each in (own, whole)]
@@ -124,7 +124,7 @@ def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
     values of this rank."""
     size = len(own.weight)
     total = len(whole.weight)
-    copies = size * ranks.shard.count // total  # ranks that share heads have the same values
+    copies = size * ranks.shard.count // total  # ranks that share heads have equal values, which count once
     own_first = ranks.shard.rank // copies * size
 
     def joined(x: torch.Tensor) -> torch.Tensor:

@@ -184,7 +184,7 @@ GATES = ("gate_up_proj", "gate_up_proj_bias", "up_gate_proj", "input_linear")
 
 
 def _is_pair(owner: Any, leaf: str) -> bool:
-    """Return whether a weight has the gate of an MLP, followed by the up-projection. Such a weight has two parts,
-    which are cut separately. Some experts interleave gate and up-projection. The result is then False, because
-    their weight can be cut as a whole."""
+    """Return whether a weight has the gate of an MLP, followed by the up-projection. Such a weight has two parts, which
+    are cut separately. If experts interleave gate and up-projection, the result is False, because their weight can be
+    cut as a whole."""
     return leaf in GATES and getattr(owner, "is_concatenated", True)

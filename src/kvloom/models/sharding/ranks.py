@@ -1,8 +1,6 @@
-"""One rank's view of its group: the number of the rank, and sums and gathers between all
-ranks.
-
-The group is not torch's default process group, so a process may have several groups, one after the other or
-at the same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
+"""The connection of one rank to its group: the number of the rank, and sums and gathers between all ranks. The group is
+not torch's default process group, so one process may have several groups. Ranks on CPUs use gloo on the loopback
+interface. Ranks on GPUs use nccl.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Ranks:
         """Connect to the other ranks, and wait until every rank has connected. The ranks find each other through the
         file `meeting`. It must be a new file, and every rank must pass the same path."""
         self.shard, self.device = shard, device
-        library: Any = dist  # some of these names have no types
+        library: Any = dist  # untyped, because torch has no types for some of these names
         store = library.FileStore(str(meeting), shard.count)
         limit = timedelta(seconds=START_SECONDS)
         self._group: Any
@@ -82,7 +80,8 @@ class Ranks:
         return out
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Send `x[i]` to rank i. Return what all ranks have sent to this rank, in the order of ranks: [ranks, …]."""
+        """Send `x[i]` to rank i. Return the tensors that all ranks have sent to this rank, in the order of ranks:
+        [ranks, …]."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._wait(self._group.alltoall_base(out, x.contiguous(), [], []))
         return out

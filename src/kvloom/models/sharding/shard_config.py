@@ -144,8 +144,8 @@ def _divide_width(fields: dict[str, Any], name: str, count: int) -> None:
 
 
 def _divide_mixers(fields: dict[str, Any], count: int) -> None:
-    """Divide the heads and channels of recurrent mixers. `fields` is the `__dict__` of a config. A write to it
-    skips the type checks of config classes, which would refuse a fraction as `expand`."""
+    """Divide the heads and channels of recurrent mixers. `fields` is the `__dict__` of a config. Writing to `__dict__`
+    skips the type checks of the config class, which would refuse a fraction as `expand`."""
     for heads, groups, expand in MAMBA2:
         if not (fields.get(heads) and fields.get(groups)):
             continue

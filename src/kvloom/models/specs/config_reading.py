@@ -189,9 +189,9 @@ def windows_from_layer(config: Config) -> list[str]:
 
 
 def full_within(field: str) -> Pattern:
-    """Return a pattern, a function that returns the kind of each layer. All layers have full attention. The config
-    field `field` is a number of tokens. In longer prompts, results depend on how a prompt is split into chunks.
-    The pattern therefore raises ModelError if the model's context is longer."""
+    """Return a pattern (a function that returns the kind of each layer) with full attention in all layers. The config
+    field `field` is a number of tokens. In prompts with more tokens, results depend on how the prompt is split into
+    chunks. The pattern therefore raises ModelError if the model's context has more tokens."""
 
     def pattern(config: Config) -> list[str]:
         limit, context = config.optional(field), config.size("max_position_embeddings")
@@ -388,13 +388,13 @@ def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
 
 def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
     """Return the fields of MLA with an indexer: the latent, and the indexer's key, which is never quantised. Some
-    layers have no indexer's key, because they use the tokens that the indexer of an earlier layer has selected."""
+    layers have no indexer, and so no key. They use the tokens that the indexer of an earlier layer has selected."""
     index, kinds, period = (
         config.count("layer_index"),
         config.get("indexer_types"),
         config.get("indexer_period"),
     )
-    if kinds is None and period is not None:  # the first layer has one, and every layer after a period
+    if kinds is None and period is not None:  # layer 0 has an indexer, and then one layer per period
         kinds = ["shared" if i and (i - 1) % period else "full" for i in range(index + 1)]
     if kinds is not None and kinds[index] == "shared":
         return latent(config, dtype)

@@ -77,7 +77,7 @@ class ModelSpec:
         specs, and does not depend on weights."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
-            fields["span"] = fields.pop("visibility")  # the key that existing fingerprints use
+            fields["span"] = fields.pop("visibility")  # fingerprints of existing pages use this key
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
 
@@ -93,7 +93,7 @@ def model_spec(
     states. With `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
-    config = config.get("thinker_config") or config  # of Qwen Omni, only the part that generates text runs
+    config = config.get("thinker_config") or config  # Qwen Omni: only the part that generates text runs
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
     fields = Config(text, family.defaults, family.names)

@@ -3,11 +3,11 @@
     prompt   | text | ▪ | text … |          ▪ the token of an image
     media    | tokens of the image |        K and V of every cross-attention layer, in separate pages
 
-The vision tower computes one state per token of an image. Each cross-attention layer projects these states
-to its K and V. The pages are written once for each image content, and read by every later token that sees
-the image. A token sees the last image before it. If that image directly follows other images, the token
-sees all of them. A token that sees no image skips the cross-attention layers. The vision tower and the
-projections are modules of Hugging Face. The cache owns the pages.
+The vision tower computes one state per token of an image. Each cross-attention layer projects these states to its K and
+V. The pages are written once for each image content, and read by every later token that sees the image. A token sees
+the last image before it. If several images directly follow each other, the token sees all of them. A token that sees no
+image skips the cross-attention layers. The vision tower and the projections are modules of Hugging Face. The cache owns
+the pages.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class _CrossTower:
         self.token = int(model.config.image_token_id)
 
     def shaped(self, given: Tensors) -> Tensors:
-        """Check the tensors of an image and return them. They are checked here, because a later error in the vision
-        tower would affect all requests of a step."""
+        """Check the tensors of an image and return them. A check here affects only this request. A later error in the
+        vision tower would affect all requests of a step."""
         pixels, ratio, mask = (given[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
         pixels = pixels[None] if pixels.dim() == 3 else pixels
@@ -200,9 +200,7 @@ class _CrossTower:
 
     def split(self, made: Mapping[str, Any]) -> list[Tensors]:
         pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
-        shown = torch.nonzero(
-            ratios
-        ).tolist()  # 0 is padding, for batches in which other images have more tiles
+        shown = torch.nonzero(ratios).tolist()  # 0 marks padding tiles
         return [
             dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
         ]

@@ -47,9 +47,9 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return how many media tokens the cache must allocate for `count` embeddings. The cache allocates one page of
-        embeddings for each block of tokens. A page may contain more or fewer embeddings than a block has tokens, so
-        the result may differ from `count`. It is a multiple of the tokens of a block."""
+        """Return for how many media tokens the cache must allocate pages, so that they have space for `count`
+        embeddings. The cache allocates one page per block of media tokens, but a page may contain more or fewer
+        embeddings than a block has tokens. The result is a multiple of the tokens of a block."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

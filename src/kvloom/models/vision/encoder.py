@@ -7,8 +7,8 @@ image tokens.
 An audio clip is processed like an image, by a tower of its own (`towers`). In this folder "image" means both.
 
 A tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool (`embeddings`) until
-they are evicted. A family is supported only if it merges embeddings and processes images in no other way. Other
-families are refused by name.
+they are evicted. A family is supported only if images enter the model through embeddings alone. Other families are
+refused by name.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Vision:
         positions. Each image is pixels, the output of the model's processor, or a result of `read_image`. Raises
         ValueError if prompt and images do not match.
 
-        The embeddings of the first image of each shape are loaded or computed here, because they determine the token
+        For the first image of each shape, this call loads or computes the embeddings, because their number is the token
         count of this shape. Embeddings are stored per `tenant`, so that no tenant can find out whether another tenant
         used an image. `read` allows loading embeddings from tiers, and `store` allows writing them to tiers.
         """
@@ -186,8 +186,8 @@ class Vision:
         return replace(self._image(given, tenant), read=read, store=store)
 
     def _read_images(self, images: Many[Any], tenant: str, read: bool, store: bool) -> tuple[Image, ...]:
-        """Return the images of a prompt. If an encode worker computed embeddings, but their number is not the token
-        count of the image in this model, the embeddings are dropped."""
+        """Return the images of a prompt. Embeddings of an encode worker are dropped if their number differs from the
+        token count of the image in this model."""
         known = []
         for image in (self.read_image(given, tenant, read, store) for given in images):
             made = image.embeddings
@@ -264,16 +264,16 @@ class Vision:
             return nn.functional.pad(made, (0, self._width - made.shape[1]))
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return the embeddings [begin, end) of image number `place`. If the pool has pages for embeddings, they are
-        read from the image's pages. If these pages are not filled yet, the image is encoded and the pages are filled
-        first."""
+        """Return the embeddings [begin, end) of image number `place`. If the pool has pages for embeddings, the
+        embeddings are read from the image's pages. Before the first read, the image is encoded and its pages are
+        filled."""
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         image, item = image_inputs.images[place], image_inputs.media[place]
         if self.embeddings is None or not item.tokens:
             return self.find_embeddings(image)[begin:end]
         rows = sequence.media_rows(item.digest)
-        # The first step of an image fills all its embeddings. After a cache hit they are already there.
+        # The first step of an image fills all its pages. After a cache hit, the pages are already filled.
         if not sequence.media_is_cached(item.digest) and sequence.length <= max(item.start, sequence.resumed):
             self.embeddings.write(rows, self.find_embeddings(image))
         return self.embeddings.read(rows, begin, end)
@@ -311,10 +311,11 @@ class Vision:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
                 made = self.find_embeddings(image)
+                # Kept, because the next `embed` may need this result.
                 count, self._last_encoded = (
                     len(made),
                     (image.digest, made),
-                )  # the next `embed` may need the result
+                )
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
                     f"{type(self._model).__name__} cannot take an {noun} of {shapes}: {error}"

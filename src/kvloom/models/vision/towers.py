@@ -1,7 +1,7 @@
 """The encoders of a model: one tower for images, one for audio clips, or both.
 
 A tower turns the tensors of the model's processor into embeddings, which replace the placeholder tokens of the prompt.
-The modules are those of Hugging Face. Prompts, pages and the batch of a step are not known here.
+The modules are those of Hugging Face. This module does not use prompts, pages or the batch of a step.
 
     ImageTower   pixels → embeddings
     AudioTower   log-mel frames → embeddings
@@ -146,7 +146,7 @@ class ImageTower:
         if SIZE not in self.inputs:
             return [{"pixel_values": part} for part in apart]
         sizes = torch.as_tensor(made[SIZE])
-        return [  # without the padding of the batch
+        return [  # removes the padding of the batch
             {"pixel_values": part[..., : int(size[0, 0]), : int(size[0, 1])], SIZE: size}
             for part, size in zip(apart, torch.split(sizes, 1), strict=True)
         ]
@@ -183,8 +183,8 @@ class AudioTower:
         return _joined(self._base.get_audio_features(**inputs, return_dict=True).pooler_output)
 
     def _embed_padded(self, inputs: Tensors) -> torch.Tensor:
-        """Encode a clip of Qwen2-Audio, whose model has no function for this. The tower takes 30 seconds of frames. It
-        neither reads nor returns frames of padding."""
+        """Encode a clip of Qwen2-Audio, whose model class has no function for this. The tower always gets 30 seconds of
+        frames. Frames of padding are masked, and not returned."""
         from transformers.masking_utils import create_bidirectional_mask
 
         tower, features = self._base.audio_tower, inputs["input_features"]
@@ -220,8 +220,8 @@ class AudioTower:
 
 
 def _joined(given: Any) -> torch.Tensor:
-    """Return the features of an image or clip, which a tower returns as one tensor or in pieces, as
-    [tokens, numbers]."""
+    """Return the features of an image or clip as one tensor [tokens, numbers]. `given` is a tower's result: one tensor,
+    or several pieces."""
     pieces = given if isinstance(given, list | tuple) else [given]
     return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
 

@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
         """Whether the server waits for the request line and headers of a request. This is False between two
         requests, where uvicorn's own timeout applies.
         """
-        cycle: Any = self.cycle  # None before the first request, unlike its annotation
+        cycle: Any = self.cycle  # None before the first request, although uvicorn's annotation excludes None
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
 
 
@@ -131,9 +131,8 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, answer the clients that have connected, and close all connections."""
-        listeners = [
-            one.dup() for one in sockets or ()
-        ]  # keep the queue of connections that are not accepted yet
+        # Copies keep the queues of connections that are not accepted yet.
+        listeners = [one.dup() for one in sockets or ()]
         for server in self.servers:
             server.close()
         for one in sockets or ():

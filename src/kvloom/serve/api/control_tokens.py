@@ -39,9 +39,7 @@ Encode = Callable[[str], list[int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and those of its other added tokens that its chat template
-    writes.
-
+    """The control tokens of a tokenizer: its special tokens, and the other added tokens that its chat template writes.
     With `any_template` all added tokens are control tokens, because the template of a request may write any of them.
     """
 

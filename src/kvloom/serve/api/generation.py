@@ -459,9 +459,8 @@ class _EventStream:
     async def run(self) -> bool:
         """Send all events. Return False if the client reads too slowly. The caller should then abort the
         connection."""
-        pieces = (
-            await self._stream.take()
-        )  # if the engine rejects the request here, the client gets an error response
+        # Wait for the first delta: if the engine rejects the request, the client gets an error response.
+        pieces = await self._stream.take()
         if not pieces:
             return True
         body = self._body(pieces)
@@ -503,8 +502,9 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return a text from whose end `ReasoningParser.opens` can decide whether the answer begins with reasoning. This is
-    the text of the prompt. If the answer continues the final message, it is `last_marker` of this message.
+    """Return the argument of `ReasoningParser.opens`, which decides whether the answer begins with reasoning. This is
+    the text of the prompt. If the answer continues the final message, it is the result of `last_marker` for this
+    message.
     """
     if not fields.continue_final_message:
         return prompt.text or ""

@@ -367,9 +367,12 @@ class PromptEncoder:
         template: str | None,
     ) -> Prompt:
         """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit.
-        `more` are the template variables besides the messages. With `generate`, the prompt ends with the start of an
-        answer. With `on`, the answer continues the final message. With `special`, the tokenizer adds its special
-        tokens. `template` is the request's own template, or None.
+
+        - `more`: the template variables besides the messages.
+        - `generate`: the prompt ends with the start of an answer.
+        - `on`: the answer continues the final message.
+        - `special`: the tokenizer adds its special tokens.
+        - `template`: the request's own template, or None.
         """
         control = self._any_control if template else self._control
         assert self.tokenizer is not None and control is not None

@@ -175,7 +175,7 @@ class ResponseBuilder(ABC):
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached_tokens
         self.usage.reused[delta.id] = delta.reused_tokens
-        if delta.prompt_tokens is not None:  # such a request has one prompt
+        if delta.prompt_tokens is not None:  # a prompt with images, which is the only prompt of its request
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:

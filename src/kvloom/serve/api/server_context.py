@@ -166,8 +166,8 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request. Counts each chunk that arrives in `held`, because the bytes of all bodies
-        together are limited. Raises ApiError for a wrong content type, too many bytes, or a slow client.
+        """Return the JSON body of a request. Adds the size of each arriving chunk to `held`, because the bytes of all
+        bodies together are limited. Raises ApiError for a wrong content type, too many bytes, or a slow client.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":

@@ -123,8 +123,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template from the cache of transformers, or None for an invalid template. In the second case,
-    a request that renders the template gets the error.
+    """Return the compiled template from the cache of transformers, or None for an invalid template. A request that
+    renders an invalid template gets the error.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template

@@ -115,7 +115,8 @@ class BodyLimiter:
     """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is
     encoded.
 
-    If several tenants share the server, a tenant may use at most PRESSURE times as many bytes as are still free.
+    If several tenants share the server, a tenant may use at most PRESSURE times the number of bytes that are still
+    free.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
@@ -160,8 +161,8 @@ class RequestLimiter:
     admitted request is open.
 
     If several tenants share the server, a tenant may have at most PRESSURE times as many open answers as the server can
-    still admit. Tenants with many open answers are therefore refused first. The rule does not apply while the server
-    has no open answer. It also does not apply to a request for one answer, if the tenant has no open answer.
+    still admit. Tenants with many open answers are therefore refused first. This limit does not apply while the server
+    has no open answer, nor to a tenant's first open answer.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:

@@ -76,7 +76,8 @@ class Samples:
         return [one.quantile(q) for one in recent for q in QUANTILES]
 
     def add(self, row: Sequence[float | None]) -> None:
-        """Add a sample: one value per name. Call it after `increments`, which sets the time of the sample."""
+        """Add a sample, which has one value per series. Call `increments` first, because it sets the time of the
+        sample."""
         values = (math.nan if value is None else round(max(0.0, value), 6) for value in row)
         self._rows.append(array("d", (self._last, *values)))
 

@@ -317,8 +317,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield the branches below the branch `at`, each with its depth for indentation, and its own branches directly
-    after it. `below` maps a branch to its children. Siblings with the most hits come first. The children of an only
+    """Yield all branches below the branch `at`, as (depth for indentation, branch). A branch is followed by its own
+    children. `below` maps a branch to its children. Siblings with the most hits come first. The children of an only
     child have the depth of their parent.
     """
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))

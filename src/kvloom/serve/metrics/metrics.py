@@ -69,10 +69,9 @@ class ServerMetrics:
         tenant: str | None = None,
         everyone: bool = False,
     ) -> bytes:
-        """Return all series in Prometheus' text format.
-
-        The series about tenants include `tenant` or, with `everyone` (for an admin), every tenant. With `is_labelled`,
-        the series of a model have the label `model`.
+        """Return all series in Prometheus' text format. Of the series about tenants, the text contains only those of
+        `tenant`. With `everyone` (for an admin), it contains those of all tenants. With `is_labelled`, the series of a
+        model have the label `model`.
         """
         found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
         return expositions(found, is_labelled, self.series()).encode()

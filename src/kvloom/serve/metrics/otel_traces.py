@@ -52,7 +52,7 @@ class Traces:
 
     def send(self, record: RequestRecord, context: Any) -> None:
         """Queue the spans of a request for sending. Takes tens of microseconds."""
-        zero = record.arrived - record.started  # monotonic clock to wall clock
+        zero = record.arrived - record.started  # offset from the monotonic clock to the wall clock
 
         def at(second: float) -> int:
             return int((zero + second) * 1e9)
@@ -80,7 +80,8 @@ class Traces:
             part("queue", record.started, progress.looked_up)
             position = progress.miss_position
             miss: dict[str, str | int] = {"miss_position": position, "miss_reason": word}
-            former: dict[str, str | int] = {"stop_token": position, "stop_reason": word}  # for one version
+            # Former names, still sent for one version.
+            former: dict[str, str | int] = {"stop_token": position, "stop_reason": word}
             part(
                 "match",
                 progress.looked_up,

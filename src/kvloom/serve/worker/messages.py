@@ -209,8 +209,8 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
     """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
 
-    `share_bytes` is a size to which the pool can always grow. A request that fits into a pool of this size, but
-    not into the present pool, waits until the pool has grown.
+    `share_bytes` is a size to which the pool can always grow. A request that needs more than the present pool, and at
+    most `share_bytes`, waits until the pool has grown.
     """
 
     pool_bytes: int

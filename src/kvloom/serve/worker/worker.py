@@ -302,9 +302,9 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Set the share of this model in the memory that several models share. The pool can always grow to
-        `share_bytes` bytes. A request that fits into a pool of this size, but not into the present pool, waits
-        until the pool has grown.
+        """Set this model's share of the memory that all models of the server use together. The pool can always grow to
+        `share_bytes` bytes. A request that needs more than the present pool, and at most `share_bytes`, waits until the
+        pool has grown.
         """
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
@@ -425,7 +425,7 @@ class Worker:
         if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
             length, message.tenant, quota.quota
         ):
-            reserved_bytes = quota.quota  # pages beyond the quota are in host memory
+            reserved_bytes = quota.quota  # cold pages are beyond the quota, in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -584,8 +584,8 @@ class Worker:
 
     @property
     def _lacks_pages(self) -> bool:
-        """Whether this model shares memory with other models and lacks pages. It lacks pages if it has evicted pages
-        since its last stats message, or if requests wait for pages."""
+        """Whether this model shares memory with other models, and lacks pages: it has evicted pages since its last
+        stats message, or requests wait for pages."""
         if not self._share_bytes:
             return False
         evictions = self.engine.cache.inspect.evicted.total()

@@ -68,8 +68,8 @@ class DiskConfig:
 
     - `durable`: with "power", a stored page survives power loss, and queued pages share one sync. With
       "process", a stored page survives only the end or crash of the process.
-    - `keys`: a file with the encryption keys of tenants (encryption.py). A tenant's key seals its pages, as
-      `protect` selects. The keys under which pages are stored are derived from it, too.
+    - `keys`: a file with the encryption keys of tenants (encryption.py). A tenant's key encrypts or authenticates its
+      pages, as `protect` selects. The keys under which pages are stored are also derived from the tenant's key.
     - `segment_bytes`: the size of a segment. The default (None) is 1/64 of the capacity. Small tiers have
       larger segments: 64 MiB, or a quarter of the capacity if that is less.
     - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
@@ -89,9 +89,7 @@ class DiskConfig:
     segment_bytes: int | None = None
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
-    keys: Path | str | None = (
-        None  # key file (encryption.py): its keys seal pages and derive the keys under which they are stored
-    )
+    keys: Path | str | None = None  # key file of the tenants (encryption.py)
     protect: Protect | None = None  # the default with keys is "encrypt"
     evict: Literal["oldest", "least-used"] = "least-used"
     copy_forward: bool = True
@@ -291,7 +289,7 @@ class DiskTier(Tier):
             store.remove(record.head.key, record)
             transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
         transfer.settle(busy, Outcome.BUSY, "too many reads are in flight")
-        with self._state_lock:  # close() ends the threads only after jobs submitted under this lock
+        with self._state_lock:  # `close` waits for jobs that were submitted under this lock
             if not (closed := self._closed):
                 self._reader.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
@@ -383,7 +381,7 @@ class DiskTier(Tier):
             pending = list(self._open_transfers)
         for transfer in pending:
             transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
-        if quiet:  # otherwise a hung thread still uses the files, which are closed when the process ends
+        if quiet:  # otherwise a hung thread still uses the files: leave them open until the process ends
             self._store.close()
             self._unlock()
 

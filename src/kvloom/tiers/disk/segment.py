@@ -138,7 +138,7 @@ class Segment:
         self.oldest = self.newest = (
             0  # times at which the first and the last page were stored; 0 without pages
         )
-        self.modified_at = 0  # for pages of an earlier release, which have no time of their own
+        self.modified_at = 0  # write time of pages of an earlier release, whose headers contain no time
         self.has_undated = False
         self._scanned = 0  # bytes read to find frames
 
@@ -229,8 +229,8 @@ class Segment:
         """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
         headers.
 
-        After a damaged frame, the method searches the following bytes for the next frame. All searches together read at
-        most a few times the size of the file, however many frames are damaged.
+        After a damaged frame, the method searches the following bytes for the next frame. The searches read at most a
+        few times the size of the file, for any number of damaged frames.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -344,8 +344,8 @@ class Segment:
         """Returns the file descriptor if the segment is `removed` and has no readers, else -1. The caller must close
         the descriptor.
 
-        The caller holds the store's lock, and closes the descriptor after it has released the lock. Closing frees the
-        file, which may take long.
+        The caller holds the store's lock, and closes the descriptor after it has released the lock. Closing the
+        descriptor of a removed file frees its disk space, which may take long.
         """
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:

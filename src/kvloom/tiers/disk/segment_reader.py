@@ -242,8 +242,10 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """Reads the byte range `part` of some pages. `found` contains their (index in the transfer, record) pairs. If
-    several jobs read one page, they share `count`, which counts the reads of this page. Otherwise `count` is None."""
+    """Reads the byte range `part` of some pages. `found` contains a pair for each page: its index in the transfer, and
+    its record. If several jobs read parts of one page, these jobs share `count`, which counts the reads of the page.
+    Otherwise `count` is None.
+    """
 
     call: _ReadCall
     found: list[tuple[int, Record]]

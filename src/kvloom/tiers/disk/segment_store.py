@@ -34,10 +34,14 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict: the oldest, or the least recently used. With
-    `copy_forward`, pages of an evicted segment that have been read are copied to another segment. The copies fill at
-    most half a segment. `ttl` is the number of seconds after which a page expires. 0 means never. With `sync`, a
-    segment is synced before it is sealed, so that its pages are complete even after power loss."""
+    """Settings of the store. A segment is a file with pages.
+
+    - `evict`: which segment is evicted first: the oldest, or the least recently used.
+    - `copy_forward`: before a segment is evicted, those of its pages that have been read are copied to another segment.
+      The copies fill at most half a segment.
+    - `ttl`: the number of seconds after which a page expires. 0 means never.
+    - `sync`: a segment is synced before it is sealed, so that its pages are complete even after power loss.
+    """
 
     capacity: int
     segment_bytes: int
@@ -49,8 +53,8 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """All segments and the index of a disk tier. `lock` guards the index, and the readers and keys of each segment. The
-    constructor reads the headers of all pages."""
+    """All segments (files with pages) and the index of a disk tier. `lock` guards the index, and the readers and keys
+    of each segment. The constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
@@ -68,7 +72,8 @@ class SegmentStore:
         self._sync_error: OSError | None = (
             None  # the error of a sync during copy-forward; the next `sync` raises it
         )
-        self._evicted_for_space = False  # a full disk evicted a segment, and no segment was created since
+        # A segment was evicted because the disk was full, and no segment was created since.
+        self._evicted_for_space = False
         self._clock = 0
         self._next_number = 0
         try:
@@ -299,15 +304,15 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Sets the size of an owner's new segments to `need` bytes, if they would be smaller. Raises OSError if
-        three segments of `need` bytes do not fit into the owner's share."""
+        """Makes the new segment files of an owner at least `need` bytes large. Raises OSError if three segments of
+        `need` bytes do not fit into the owner's share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """Starts a new current segment, and frees space for the segment after it."""
+        """Starts a new current segment file, and frees space for the segment file after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
@@ -445,7 +450,8 @@ class SegmentStore:
                     before.segment.keys.discard(key)
                     now.is_verified = before.is_verified
                     self.index[key] = (
-                        now  # the count of reads restarts at 0, so a page is copied again only if it is read again
+                        # The new record has no reads, so the page is copied again only if it is read again.
+                        now
                     )
                     now.segment.keys.add(key)
                 elif found is None:

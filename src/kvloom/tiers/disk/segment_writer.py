@@ -73,9 +73,8 @@ class SegmentWriter:
             queue.SimpleQueue()
         )
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._sync_bytes = min(
-            _SYNC_BYTES, store.segment_bytes
-        )  # the page is acknowledged before its segment can be evicted
+        # So that the outcome of a page is set before its segment can be evicted.
+        self._sync_bytes = min(_SYNC_BYTES, store.segment_bytes)
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
             for name, target in (

@@ -74,7 +74,8 @@ class Tombstones:
         try:
             # Truncate first: a crash here can restore a dropped page, but never a wrong page.
             self._files.truncate(fd, 0)
-            self._files.sync(fd)  # an old line must not return: a later segment may have its number
+            # An old line must not reappear: it could refer to a later segment with the same number.
+            self._files.sync(fd)
         finally:
             self._files.close(fd)
         if dead:

@@ -70,10 +70,14 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """The parsed header of a stored page. `method` is the compression: 0 none, 1 lz4, 2 zstd. `checksums` has 8 bytes
-    per layer run. `stored_lengths` are the lengths of the layer runs in the body, or None if layer runs are stored
-    unchanged. `salt` and `cipher` are set if layer runs are sealed. `stored_at` is the time of the write, or 0 if it is
-    unknown."""
+    """The parsed header of a stored page.
+
+    - `method`: the compression: 0 none, 1 lz4, 2 zstd.
+    - `checksums`: 8 bytes per layer run.
+    - `stored_lengths`: the lengths of the layer runs in the body, or None if layer runs are stored unchanged.
+    - `salt`, `cipher`: set if layer runs are sealed.
+    - `stored_at`: the time of the write, or 0 if it is unknown.
+    """
 
     key: bytes
     method: int

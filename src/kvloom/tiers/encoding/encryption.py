@@ -56,8 +56,8 @@ class PageCipher(Protocol):
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
-        """Verifies layer run `number`. Returns it without its tag, decrypted if it was encrypted. Returns None if
-        the tag does not match."""
+        """Verifies the layer run with the number `number`. Returns the decrypted layer run without its tag. Returns
+        None if the tag does not match."""
         ...
 
 

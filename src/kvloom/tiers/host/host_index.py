@@ -181,7 +181,7 @@ class HostIndex:
         turn = None
         if not self._evicts_only_own(
             account, size
-        ):  # stop at an older page of another account, or at the limit
+        ):  # stop if another account has an older page, or at the limit
             firsts = [
                 other.order.least_recent()
                 for other in self._evictable_accounts(account)
@@ -230,7 +230,7 @@ class HostIndex:
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
-            return []  # not every page is examined
+            return []  # give up: not every page is examined
         for _ in range(tries):
             own = account.used + size > account.limit
             if not own and (taken := self._arena.allocate(size, 1)):

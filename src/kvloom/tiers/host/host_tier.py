@@ -41,9 +41,13 @@ _ONE = np.int32(1)
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """Settings of a host tier. `slab_bytes` must be at least the size of the largest page. Use the slab size of the
-    pool layout. With `checked`, the tier stores and verifies checksums, for memory that is not trusted. Checksums
-    cost about as much as the copy. `ttl` is the number of seconds after which a page is a miss. 0 means never."""
+    """Settings of a host tier.
+
+    - `slab_bytes`: at least the size of the largest page. Use the slab size of the pool layout.
+    - `checked`: the tier stores and verifies checksums, for memory that is not trusted. Checksums cost about as much as
+      the copy.
+    - `ttl`: the number of seconds after which a page is a miss. 0 means never.
+    """
 
     capacity: int
     slab_bytes: int = 8 << 20

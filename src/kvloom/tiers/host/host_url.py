@@ -18,10 +18,15 @@ __all__ = ["HostURL", "parse_url"]
 
 @dataclass(frozen=True, slots=True)
 class HostURL:
-    """A parsed URL. `capacity` is in bytes. With `checked`, the tier stores and verifies checksums. With
-    `share=PORT`, peers can connect on loopback, and with `share=HOST:PORT` at this address. `secret` is the
-    file with the secret of the peers. `tls` states whether TCP connections are encrypted: auto, on or off.
-    `ttl` is the number of seconds after which a page expires."""
+    """A parsed URL of a host tier.
+
+    - `capacity`: in bytes.
+    - `checked`: the tier stores and verifies checksums.
+    - `share`: with `share=PORT`, peers can connect on loopback, and with `share=HOST:PORT` at this address.
+    - `secret`: the file with the secret of the peers.
+    - `tls`: whether TCP connections are encrypted: auto, on or off.
+    - `ttl`: the number of seconds after which a page expires.
+    """
 
     capacity: int
     checked: bool = False

@@ -32,8 +32,9 @@ class LeaseOwner(Protocol):
 
 
 class Lease:
-    """Leased arena pages, which stay in use until `release`. `offsets` contains the position of each object's page in
-    the arena. The position is -1 if the object has no page. `results` then contains the reason."""
+    """Leased pages of host memory (the arena), which stay in use until `release`. `offsets` contains the position of
+    each object's page in the arena. The position is -1 if the object has no page. In this case, `results` contains the
+    reason."""
 
     __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
 

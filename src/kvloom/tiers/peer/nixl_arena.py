@@ -27,7 +27,7 @@ _ABANDONED: list[memoryview] = []  # buffers to which an abandoned transfer may 
 
 
 class NixlArena:
-    """The server's side of NIXL access. Keeps the arena registered until `close`.
+    """The server's side of NIXL access. Keeps the arena (the memory of the host tier) registered until `close`.
 
     Without RDMA, transfers progress only while the server polls NIXL. A thread polls often during leases, and
     rarely otherwise.

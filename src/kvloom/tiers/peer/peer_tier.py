@@ -46,13 +46,13 @@ TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """A client connection to a PeerServer. With `by="auto"`, the client uses shared memory if it can map the
-    server's memory, else the socket.
+    """A client connection to a PeerServer.
 
-    An empty `secret` means the user's default secret. With an empty `secret` and `by` auto or shared, the
-    client first tries the Unix socket of this user's server on loopback, which needs no secret. Connections
-    with the same `token` count as one writer, and may drop each other's pages. `accounts` has the shares of
-    tenants, which the server applies to the pages that this client writes.
+    - `by`: with "auto", the client uses shared memory if it can map the server's memory, else the socket.
+    - `secret`: empty means the user's default secret. If `by` is auto or shared, an empty secret also means that the
+      client first tries the Unix socket of this user's server on loopback, which needs no secret.
+    - `token`: connections with the same token count as one writer, and may drop each other's pages.
+    - `accounts`: the shares of tenants, which the server applies to the pages that this client writes.
     """
 
     def __init__(

@@ -215,8 +215,8 @@ def _tag(key: bytes, number: int, header: bytes, payload: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What both sides of a connection know after the hello: the secret, both nonces, and the digest of the server's
-    certificate, which is empty without TLS."""
+    """The data that both sides of a connection have after the hello: the secret, both nonces, and the digest of the
+    server's certificate, which is empty without TLS."""
 
     secret: bytes
     server_nonce: bytes

@@ -138,9 +138,9 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant
 
 
 class PeerServer:
-    """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena.
-    With `nixl`, NIXL can access the arena. `refused` counts connections that the server refused or closed at a
-    deadline.
+    """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the arena
+    (the memory of the tier). With `nixl`, NIXL can access the arena. `refused` counts connections that the server
+    refused or closed at a deadline.
 
     Raises OSError if the address is unavailable. Raises ValueError if there is no secret, or if TLS is on but
     unavailable."""
@@ -160,7 +160,8 @@ class PeerServer:
         self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._memory, self._nixl = memory, nixl  # keeps them alive while clients may use them
+        # These references keep both objects alive while clients may use them.
+        self._memory, self._nixl = memory, nixl
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
         self._unix_listeners: list[UnixListener] = []
@@ -196,7 +197,7 @@ class PeerServer:
         return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Closes every connection. A client that is reading from the arena gets an error and recomputes the pages."""
+        """Closes every connection. A client that is reading pages gets an error and recomputes them."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -364,8 +365,8 @@ class _RequestHandler:
         guarantees: _Guarantees,
         maps: bool,
     ) -> None:
-        """`maps` states that the client may access the whole arena, through shared memory or NIXL. Such a client can
-        read every page without a lease."""
+        """`maps` states that the client may access all memory of the tier, through shared memory or NIXL. Such a client
+        can read every page without a lease."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
         self._guarantees, self._tenants = guarantees, set[str]()

@@ -1,6 +1,6 @@
 """TLS between peers. The server makes a new certificate when it starts, and no authority signs it. The handshake of
-protocol.py then proves that both sides have the shared secret, and that the client sees the certificate of the server.
-A machine between them, which has a certificate of its own, is refused.
+protocol.py then proves that both sides have the shared secret, and that the client got the certificate of this server.
+A connection through a machine with another certificate is refused.
 """
 
 from __future__ import annotations

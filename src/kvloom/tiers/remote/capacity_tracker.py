@@ -35,8 +35,10 @@ class _Account(Account):
 
 @dataclass(slots=True)
 class TrackedValue:
-    """A value of this process in the store. `is_guaranteed` is set if the value belongs to the guaranteed part of its
-    tenant. All such values of a tenant together fit into the guaranteed part. `used_at` orders values by last use."""
+    """A value that this process has stored. `is_guaranteed` means that the value counts as part of its tenant's
+    guaranteed bytes. The guaranteed values of a tenant together never exceed these bytes. `used_at` orders values by
+    last use.
+    """
 
     account: _Account
     size: int

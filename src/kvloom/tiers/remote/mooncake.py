@@ -213,8 +213,8 @@ class MooncakeStore(Store):
             raise StoreError(f"the store returned {len(answers)} results for {count} keys")
 
     def _reserve_buffer(self, size: int) -> None:
-        """Ensures that the connection has a registered buffer of at least `size` bytes. A hung call may still use
-        the buffer, but its connection is then closed. A buffer in use is therefore never used for another call."""
+        """Ensures that the connection has a registered buffer of at least `size` bytes. After a hung call, the
+        connection is closed, so no other call uses its buffer."""
         if size <= len(self._buffer) and self._address:
             return
         buffer = aligned_bytes(max(size, 1 << 20))

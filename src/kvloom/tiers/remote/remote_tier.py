@@ -89,8 +89,8 @@ class RemoteConfig:
     - `timeout`: the largest duration in seconds of each call to the store, and therefore of `lookup`, `drop`
       and `stats`. After a failure, a connection pauses before the next attempt. Each further failure doubles
       the pause, up to 10 s.
-    - `keys`: a file with the encryption keys of tenants (encryption.py). A tenant's key seals its pages, as
-      `protect` selects. The keys under which the store has the pages are derived from it, too.
+    - `keys`: a file with the encryption keys of tenants (encryption.py). A tenant's key encrypts or authenticates its
+      pages, as `protect` selects. The keys under which pages are stored are also derived from the tenant's key.
     - `readers`, `writers`: the number of reading and writing threads. Each thread has its own connection.
     - `batch_bytes`: the largest number of bytes per call to the store.
     - `pending_bytes`: the largest number of bytes in queued and running reads. Writes have a separate limit of
@@ -193,9 +193,12 @@ class RemoteTier(Tier):
     """A tier behind a connection. Thread-safe. The constructor raises TierError if the store cannot be reached. Later
     faults of the store raise no exception.
 
-    `connect` opens one connection. `jobs` are the job classes of reads and writes. `on_shares` is called when the
-    shares of tenants are set. `max_page_bytes` is the largest page size that the tier accepts. `on_close` is called
-    when the tier is closed. `expiry` decides which pages have expired.
+    - `connect`: opens one connection.
+    - `jobs`: the job classes of reads and writes.
+    - `on_shares`: called when the shares of tenants are set.
+    - `max_page_bytes`: the largest page size that the tier accepts.
+    - `on_close`: called when the tier is closed.
+    - `expiry`: decides which pages have expired.
     """
 
     def __init__(

@@ -180,8 +180,8 @@ class S3Store(Store):
 
         NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected.
         Before the read, it puts random bytes at the position of the last expected byte and after it. The length is as
-        expected if the first of these bytes has changed and the others have not. If the value happens to end with the
-        first random byte, the caller reads the value again.
+        expected if the read changed the first of these bytes and none of the others. If the last byte of the value
+        happens to equal the first random byte, the caller reads the value again.
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}

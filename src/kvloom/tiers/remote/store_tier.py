@@ -265,11 +265,14 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object, decodes its requested bytes into the caller's memory, and returns the outcome. `index`
-        is the index of the object in the batch. An object is a header and a body. The body has the bytes of a page,
-        layer by layer. `head_data` begins with the header. `body` begins with the first requested layer. If `body` is
-        None, `head_data` also contains the body. With `in_place`, `body` may already be the caller's memory. Its bytes
-        are then not copied."""
+        """Verifies one object, decodes its requested bytes into the caller's memory, and returns the outcome. An object
+        is a header and a body. The body has the bytes of a page, layer by layer.
+
+        - `index`: the index of the object in the batch.
+        - `head_data`: begins with the header.
+        - `body`: begins with the first requested layer. If it is None, `head_data` also contains the body.
+        - `in_place`: `body` may already be the caller's memory. Its bytes are then not copied.
+        """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed

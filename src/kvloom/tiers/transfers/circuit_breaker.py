@@ -79,7 +79,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """Records that a probe showed neither success nor failure. The next request is then the probe."""
+        """Records that the running probe neither succeeded nor failed. The next request becomes a new probe."""
         with self._lock:
             self._probing_since = None
 

@@ -33,8 +33,8 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def set_estimate(self, bytes_per_second: float) -> None:
-        """Sets the estimate to an earlier measurement. The new estimate counts as much as a measurement of
-        WINDOW_SECONDS."""
+        """Sets the estimate, for example to a saved one. In later averages, it counts as much as a measurement that
+        took WINDOW_SECONDS."""
         self.bytes_per_second = bytes_per_second
         self._bytes, self._seconds = bytes_per_second * WINDOW_SECONDS, WINDOW_SECONDS
 

@@ -318,7 +318,7 @@ class TierQueue:
 
     def _wake(self) -> None:
         with self._condition:
-            self._condition.notify_all()  # notifying one waiter could wake `close` instead of the thread
+            self._condition.notify_all()  # with `notify`, `close` might wake instead of the thread
 
     def _collect(self, now: float) -> None:
         """Settles finished batches and cancels late batches. The caller holds the lock."""

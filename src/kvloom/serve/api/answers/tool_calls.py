@@ -50,8 +50,8 @@ class ToolCallParser(ABC):
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str | None:
         """Return the Lark rule `answer`, which allows text and calls in this format. The arguments of strict functions
-        must follow their schemas. Return None if calls in this format contain no JSON, because a schema cannot apply
-        then.
+        must follow their schemas. Return None if calls in this format contain no JSON, because schemas apply only to
+        JSON.
         """
         return None
 
