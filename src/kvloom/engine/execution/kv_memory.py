@@ -133,7 +133,7 @@ def allocate_kv_memory(
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
-        if draft is not None:  # the draft's pages are stored with the target's
+        if draft is not None:  # tiers store pages of the draft beside pages of the target
             name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,

@@ -549,8 +549,9 @@ def _check_context(model: Any) -> None:
 
 @contextmanager
 def _cut_weights(cuts: Cuts, whole: WholeModel) -> Iterator[None]:
-    """Let transformers cut each weight when it has read it, and record the weight in `whole`. Weights are read one after the other, so that at most one
-    whole weight is in memory. Not safe while another thread loads a model."""
+    """In this context, transformers cuts each weight after reading it, and the weight is recorded in `whole`. It reads
+    one weight after the other, so that at most one whole weight is in memory. Not safe while another thread loads a
+    model."""
     from transformers import core_model_loading
 
     original, variable = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"

@@ -296,8 +296,9 @@ def _state(
 ) -> tuple[Field, ...]:
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    Both fields are sharded along axis 0. The channels of the convolution have several parts, such as queries, keys and
-    values. Sharding splits each part separately. The recurrent state has the dtype in the config, by default float32.
+    Both fields are sharded along axis 0. The channels of the convolution may consist of several parts, such as queries,
+    keys and values. Sharding splits each part separately. The recurrent state has the dtype in the config, by default
+    float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
