@@ -324,7 +324,7 @@ def crowded(family: str, ahead: bool) -> Engine:
     slab = make_engine(tiny(family), POOL).layout.slab_bytes
     engine = make_engine(
         tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, offload=PATIENT,
-        tiers=[f"host:{16 * slab}"], eviction_policy="lru",
+        tiers=[f"host:{16 * slab}?exclusive=0"], eviction_policy="lru",
     )  # fmt: skip
     engine.scheduler.admission = None
     return engine

@@ -181,6 +181,24 @@ def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> 
     assert hits[1] >= 0.9 * hits[0] > 0
 
 
+def test_pool_and_exclusive_host_memory_have_different_pages() -> None:
+    """Ten prompts need more pages than the pool or host memory has, but fewer than both have together."""
+    slab = make_engine(tiny("llama"), POOL).layout.slab_bytes
+    hits = []
+    for exclusive in (0, 1):
+        engine = make_engine(
+            tiny("llama"), 25 * slab, tiers=[f"host:{28 * slab}?exclusive={exclusive}"],
+            offload=PATIENT, eviction_policy="lru",
+        )  # fmt: skip
+        for prompt in drawn("exclusive", *[64] * 10) * 3:
+            engine.add(prompt, greedy(1))
+            engine.run()
+        hits.append(int(engine.cache.stats()["hit_tokens"]))  # type: ignore[call-overload]
+        closed(engine)
+    assert hits[0] < 0.8 * hits[1]
+    assert hits[1] >= 2 * 10 * 48
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_concurrent_conversations_in_a_tenth_of_their_pages_hit(family: str) -> None:
     """Pages loaded for a request stay until it starts: it is admitted only if it can also compute its next block."""

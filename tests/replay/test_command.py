@@ -54,6 +54,14 @@ def test_sizes_in_bytes_are_the_models(trace: str, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)[0]["capacity_blocks"] == 5
 
 
+def test_each_tier_rule_gets_its_row(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--capacity", "2", "--tier", "host=8", "--policy", "lru", "--json"]
+    rules = ["--tier-rule", "exclusive", "--tier-rule", "through"]
+    assert main(["replay", trace, *asked, *rules]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["tier_rule"] for row in rows] == ["exclusive", "through"]
+
+
 def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--capacity", "2", "--tier", "host=8", "--policy", "lru", "--cost"]
     assert main(["replay", trace, *asked, "--json"]) == 0
@@ -105,6 +113,7 @@ def test_plot_writes_an_image(trace: str, tmp_path: Path, capsys: pytest.Capture
         (["--capacity", "lots"], "capacity 'lots': use blocks"),
         (["--capacity", "1KiB"], "is 0 blocks of 67108864 bytes"),
         (["--tier", "host"], "tier 'host': use name and size"),
+        (["--tier-rule", "back"], "--tier-rule needs --tier NAME=C"),
         (["--tier", "tape=5", "--cost"], "no read rate for tier 'tape'"),
         (["--size", "--target", "7"], "--target: 7 is out of range"),
         (["--model", "no-such-model"], "no-such-model"),

@@ -86,6 +86,31 @@ def test_tiers_add_hits_that_faster_ones_miss() -> None:
     assert all(use.resident_blocks <= use.capacity_blocks for use in outcome.tiers)
 
 
+def test_device_and_an_exclusive_tier_hit_like_one_cache_of_their_sum() -> None:
+    sample = random_traffic(6)
+    outcome = replay(sample, 25, "lru", tiers=(Tier("host", 60),), tier_rule="exclusive")
+    assert outcome.hits == plain_lru(sample, 25)
+    together = [sum(hits) for hits in zip(outcome.hits, *outcome.tier_hits, strict=True)]
+    assert sum(together) == pytest.approx(sum(plain_lru(sample, 85)), rel=0.02)
+    back = replay(sample, 25, "lru", tiers=(Tier("host", 60),), tier_rule="back")
+    assert outcome.hit_rate > back.hit_rate > replay(sample, 25, "lru", tiers=(Tier("host", 60),)).hit_rate
+    assert [use.resident_blocks for use in outcome.tiers] == [25, 60]
+
+
+def test_a_tier_with_second_use_gets_blocks_of_two_requests_only() -> None:
+    sample = traffic([1, 2, 3], [1, 2, 4], [5, 6, 7], [8, 9, 10], [1, 2, 3])
+    outcome = replay(sample, 3, "lru", tiers=(Tier("host", 10),), tier_rule="second-use")
+    assert outcome.tier_hits == ([0, 0, 0, 0, 2],)
+    assert outcome.tiers[1].written_blocks == 3  # 1 and 2 after the second request, 3 after the last
+
+
+def test_blocks_evicted_from_one_tier_enter_the_next() -> None:
+    sample = traffic([1, 2], [3, 4], [5, 6], [1, 2])
+    tiers = (Tier("host", 2), Tier("disk", 2))
+    outcome = replay(sample, 2, "lru", tiers=tiers, tier_rule="back")
+    assert [hits[-1] for hits in (outcome.hits, *outcome.tier_hits)] == [0, 0, 2]
+
+
 def test_tenants_share_nothing_and_keep_to_their_quota() -> None:
     def asked(tenant: str, at: float) -> Request:
         return Request(at, traffic([1, 2, 3]).requests[0].blocks, 3, 48, 1, tenant=tenant)
@@ -111,6 +136,8 @@ def test_bad_input_is_refused() -> None:
         replay(sample, 0)
     with pytest.raises(ValueError, match="unknown policy 'belady'; known: ideal, min, lru"):
         replay(sample, 1, "belady")
+    with pytest.raises(ValueError, match="unknown tier rule 'write'; known: through, second-use"):
+        replay(sample, 1, tier_rule="write")
     with pytest.raises(ValueError, match="tier 'host': capacity 0"):
         Tier("host", 0)
 

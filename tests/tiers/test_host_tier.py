@@ -65,6 +65,39 @@ def test_the_least_recently_used_page_is_evicted_first() -> None:
     assert tier.lookup(objects([0, 1, 2, 3, 9])).tolist() == [True, False, True, True, True]
 
 
+def test_a_demoted_page_is_evicted_first() -> None:
+    tier = plain(4)
+    put(tier, range(4))
+    for page_numbers in ([2], [3]):
+        lease = tier.acquire(objects(page_numbers))
+        tier.demote(lease)
+        lease.release()
+    put(tier, [9])
+    assert tier.lookup(objects([0, 1, 2, 3, 9])).tolist() == [True, True, True, False, True]
+    get(tier, [2])  # a use ends the demotion
+    put(tier, [10])
+    assert tier.lookup(objects([0, 1, 2, 9, 10])).tolist() == [False, True, True, True, True]
+
+
+def test_a_page_used_after_the_lease_began_is_not_demoted() -> None:
+    tier = plain(4)
+    put(tier, range(4))
+    lease = tier.acquire(objects([2]))
+    get(tier, [2])
+    tier.demote(lease)
+    lease.release()
+    put(tier, [9])
+    assert tier.lookup(objects([0, 2])).tolist() == [False, True]
+
+
+def test_a_lease_that_is_no_use_keeps_the_order() -> None:
+    tier = plain(4)
+    put(tier, range(4))
+    tier.acquire(objects([0]), is_use=False).release()
+    put(tier, [9])
+    assert tier.lookup(objects([0, 1])).tolist() == [False, True]
+
+
 def test_leased_pages_are_not_evicted_and_a_tier_full_of_them_reports_full() -> None:
     tier = plain(4)
     put(tier, range(4))

@@ -39,7 +39,10 @@ def test_a_url_opens_its_tier(tmp_path: Path) -> None:
         ("host", "no known scheme"),
         ("host:many", "size 'many' is not understood"),
         ("host:0", "is nothing"),
-        ("host:1GiB?speed=9", "unknown options speed; known: checked, secret, share, tls, ttl, write"),
+        (
+            "host:1GiB?speed=9",
+            "unknown options speed; known: checked, exclusive, secret, share, tls, ttl, write",
+        ),
         ("host:1GiB?checked=2", "must be 0 or 1"),
         ("host:1GiB?checked", "write options as"),
         ("disk:1GiB", "tier 'disk:1GiB': .*write disk:/path:1TiB"),

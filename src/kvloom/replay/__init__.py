@@ -5,6 +5,7 @@ traces.py        reads public trace formats
 recording.py     reads recordings of `kvloom serve --record`
 traffic.py       Traffic: requests as block numbers and times
 simulator.py     replay: traffic through the core under a policy
+tier_rules.py    which blocks tiers store and evict
 fleet.py         replay_fleet: traffic over several simulated workers, which the real router's scoring chooses
 fleet_plan.py    plan_fleet: how many workers a trace needs, and in which roles
 routes.py        names of the ways to choose workers and to refuse requests
@@ -18,11 +19,13 @@ from .cost import CostModel, Load, estimate
 from .recording import Recorder
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
 from .sizing import Sizing, size_cache
+from .tier_rules import TIER_RULES
 from .traces import read_traces
 from .traffic import Request, Traffic, number_blocks
 
 __all__ = [
     "NAMES",
+    "TIER_RULES",
     "CostModel",
     "Load",
     "Outcome",

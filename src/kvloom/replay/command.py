@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from .cost import CostModel, Load, estimate
 from .routes import ADMISSIONS, ROUTES
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
 from .sizing import Sizing, size_cache, sizes_to_try
+from .tier_rules import TIER_RULES
 from .traces import read_traces
 from .traffic import Traffic, repeat
 
@@ -54,6 +56,13 @@ def arguments(parser: ArgumentParser) -> None:
         help="eviction policy, or the bounds ideal and min; repeatable (default: ideal, min, lru, adaptive)",
     )
     add("--tier", action="append", default=[], metavar="NAME=C", help="tier and its size; repeatable")
+    add(
+        "--tier-rule",
+        action="append",
+        default=[],
+        choices=TIER_RULES,
+        help="with --tier: which blocks tiers store and evict; repeatable (default: through)",
+    )
     add(
         "--model",
         metavar="MODEL",
@@ -165,6 +174,8 @@ def run(args: Namespace) -> int:
     block = per_token * traffic.block_tokens
     blocks = _Capacities(traffic, block)
     tiers = [blocks.tier(text) for text in args.tier]
+    if args.tier_rule and (args.size or not tiers):
+        raise ValueError("--tier-rule needs --tier NAME=C, and cannot be used with --size")
     if args.plan:
         return _plan(args, traffic, blocks, per_token)
     if args.workers is not None:
@@ -179,11 +190,12 @@ def run(args: Namespace) -> int:
     if not capacities:
         capacities = sizes_to_try(traffic) if args.plot else [max(1, traffic.distinct // 10)]
     rows: list[Row] = []
-    for capacity in capacities:
-        for policy in policies:
-            shown = _Progress(f"{policy} at {capacity:,} blocks", len(traffic.requests))
-            outcome = replay(traffic, capacity, policy, tiers=tiers, ended=args.ended, progress=shown)
-            rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
+    for capacity, policy, rule in product(capacities, policies, args.tier_rule or ["through"]):
+        shown = _Progress(f"{policy} at {capacity:,} blocks", len(traffic.requests))
+        outcome = replay(
+            traffic, capacity, policy, tiers=tiers, tier_rule=rule, ended=args.ended, progress=shown
+        )
+        rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
     _say("")
     if args.plot:
         from .plot import plot_curves
@@ -429,6 +441,7 @@ def _size(
 def _plain(outcome: Outcome, load: Load | None, block: int) -> dict[str, Any]:
     plain: dict[str, Any] = outcome.to_dict()
     if len(outcome.tiers) > 1:
+        plain["tier_rule"] = outcome.tier_rule
         plain["tiers"] = [_tier(use, outcome, block) for use in outcome.tiers]
     if load is not None:
         plain["cost"] = load.to_dict()
@@ -454,18 +467,18 @@ def _tables(traffic: Traffic, rows: Sequence[Row], block: int) -> None:
     for name in ("capacity", "size", "hit rate", "evictions"):
         table.add_column(name, justify="right")
     timed = any(load is not None for _, load in rows)
-    for name in ("TTFT mean", "p50", "p99", "busy", "requests/s") if timed else ():
+    for name in ("TTFT mean", "p50", "p99", "prefill", "busy", "requests/s") if timed else ():
         table.add_column(name, justify="right")
     for outcome, load in rows:
         cells = [
-            outcome.policy,
+            f"{outcome.policy}, {outcome.tier_rule}" if len(outcome.tiers) > 1 else outcome.policy,
             f"{outcome.capacity_blocks:,}",
             format_bytes(outcome.capacity_blocks * block),
         ]
         cells += [f"{outcome.hit_rate:.2%}", f"{outcome.evictions:,}"]
         if load is not None:
             cells += [f"{t:.3g} s" for t in (load.mean_ttft, load.p50_ttft, load.p99_ttft)]
-            cells += [f"{load.busy:.0%}", f"{load.requests_per_second:.3g}"]
+            cells += [f"{load.prefill_seconds:,.0f} s", f"{load.busy:.0%}", f"{load.requests_per_second:.3g}"]
         table.add_row(*cells)
         for use in outcome.tiers if len(outcome.tiers) > 1 else ():
             share = use.hit_blocks / outcome.asked if outcome.asked else 0.0

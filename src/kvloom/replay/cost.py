@@ -64,7 +64,7 @@ class Load:
     """Times to first token of a replay in seconds, and the throughput of the devices.
 
     `busy` is the time that the devices need, divided by the time of the trace. Above 1 the devices are overloaded, and
-    waiting times grow without limit.
+    waiting times grow without limit. `prefill_seconds` is the time to compute all new prompt tokens on one device.
     """
 
     mean_ttft: float
@@ -73,6 +73,7 @@ class Load:
     busy: float
     requests_per_second: float
     tokens_per_second: float
+    prefill_seconds: float
 
     def to_dict(self) -> dict[str, float]:
         return {
@@ -82,6 +83,7 @@ class Load:
             "busy": self.busy,
             "requests_per_second": self.requests_per_second,
             "tokens_per_second": self.tokens_per_second,
+            "prefill_seconds": self.prefill_seconds,
         }
 
 
@@ -91,7 +93,7 @@ def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
         raise ValueError("the traffic contains no requests")
     free = [traffic.requests[0].at] * model.devices
     waits = []
-    work = 0.0
+    work = computing = 0.0
     tokens = 0
     block = traffic.block_tokens
     names = [tier.name for tier in outcome.tiers[1:]]
@@ -103,7 +105,9 @@ def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
             cached += hits[i] * block
         # The last token is always computed, and the last block of a prompt may be partial.
         cached = min(cached, request.prompt_tokens - 1)
-        first = loading + model.prefill(request.prompt_tokens - cached, cached)
+        prefill = model.prefill(request.prompt_tokens - cached, cached)
+        first = loading + prefill
+        computing += prefill
         begin = max(request.at, heapq.heappop(free))
         busy = first + request.output_tokens * model.decode_seconds
         heapq.heappush(free, begin + busy)
@@ -120,4 +124,5 @@ def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
         busy=work / model.devices / seconds,
         requests_per_second=len(waits) * rate,
         tokens_per_second=tokens * rate,
+        prefill_seconds=computing,
     )

@@ -4,14 +4,14 @@ Requests are processed one after the other. Each is looked up, opened, extended,
 time. A block of the trace is one block of the cache. It has 16 equal tokens whose id is the block's number, so only
 whole blocks match.
 
-A tier is simulated by another cache with its own size, which gets the same requests (write-through). A block is read
-from the fastest tier that has it.
+A tier with the rule `through` is simulated by another cache with its own size, which gets the same requests. The other
+rules are in `tier_rules`. A block is read from the fastest tier that has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvloom.core import (
     Field,
     KVCache,
     LayerSpec,
+    OffloadBatch,
     PoolLayout,
     Tenant,
     VirtualClock,
@@ -30,6 +31,7 @@ from kvloom.core import (
 )
 
 from .bounds import ideal_hits, min_hits
+from .tier_rules import TIER_RULES, RuledTiers
 from .traffic import Traffic
 
 __all__ = ["BOUNDS", "NAMES", "Hits", "Outcome", "Tier", "TierUse", "replay"]
@@ -89,6 +91,7 @@ class Outcome:
     evictions: int
     tiers: tuple[TierUse, ...] = ()
     tier_hits: tuple[Hits, ...] = ()
+    tier_rule: str = "through"
 
     @property
     def hit_rate(self) -> float:
@@ -112,11 +115,13 @@ def replay(
     policy: str = "lru",
     *,
     tiers: Sequence[Tier] = (),
+    tier_rule: str = "through",
     tenants: Iterable[Tenant] = (),
     ended: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
-    """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
+    """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES. `tier_rule`, one of
+    TIER_RULES, applies to all tiers. `min` and `ideal` ignore it.
 
     With `ended`, the replay calls `KVCache.end_session` after the last request of each session. In the simulated cache
     a block has 16 bytes, so a tenant's quota of 16 bytes is one block. If a request is longer than a cache, only its
@@ -127,24 +132,46 @@ def replay(
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(NAMES)}")
+    if tier_rule not in TIER_RULES:
+        raise ValueError(f"unknown tier rule {tier_rule!r}; known: {', '.join(TIER_RULES)}")
     if policy == "ideal":
         return Outcome(policy, capacity, ideal_hits(traffic), traffic.asked, 0)
     sizes = [Tier("device", capacity), *tiers]
     if policy == "min":
-        found = [min_hits(traffic, tier.blocks) for tier in sizes]
-        per_tier, evictions = [hits for hits, _ in found], [gone for _, gone in found]
+        bounds = [min_hits(traffic, tier.blocks) for tier in sizes]
+        per_tier, evictions = [hits for hits, _ in bounds], [gone for _, gone in bounds]
         uses = [(0, 0) for _ in sizes]
+    elif tier_rule != "through" and tiers:
+        below = RuledTiers([tier.blocks for tier in tiers], tier_rule)
+        device = _Cache(traffic, capacity, policy, tenants, below)
+        _run(traffic, [device], _last_of_sessions(traffic) if ended else {}, progress)
+        evictions = [device.evicted, *(tier.evicted for tier in below.tiers)]
+        uses = [(device.written, device.resident), *((t.written, len(t.blocks)) for t in below.tiers)]
+        found = _outcome(policy, traffic, sizes, [device.hits, *below.hits], uses, evictions)
+        return replace(found, tier_rule=tier_rule)
     else:
         caches = [_Cache(traffic, tier.blocks, policy, tenants) for tier in sizes]
         _run(traffic, caches, _last_of_sessions(traffic) if ended else {}, progress)
         per_tier, evictions = [c.hits for c in caches], [c.evicted for c in caches]
         uses = [(c.written, c.resident) for c in caches]
-    beyond = _beyond(per_tier)
+    return _outcome(policy, traffic, sizes, _beyond(per_tier), uses, evictions)
+
+
+def _outcome(
+    policy: str,
+    traffic: Traffic,
+    sizes: list[Tier],
+    found: list[Hits],
+    uses: list[tuple[int, int]],
+    evictions: list[int],
+) -> Outcome:
+    """Return the result of a replay. `found` has the hits of each tier that no faster tier has. `uses` has the numbers
+    of written and resident blocks. The device is the first tier."""
     used = tuple(
         TierUse(tier.name, tier.blocks, sum(hits), *use, gone)
-        for tier, hits, use, gone in zip(sizes, beyond, uses, evictions, strict=True)
+        for tier, hits, use, gone in zip(sizes, found, uses, evictions, strict=True)
     )
-    return Outcome(policy, capacity, beyond[0], traffic.asked, evictions[0], used, tuple(beyond[1:]))
+    return Outcome(policy, sizes[0].blocks, found[0], traffic.asked, evictions[0], used, tuple(found[1:]))
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
@@ -189,9 +216,17 @@ def _run(
 
 
 class _Cache:
-    """A real cache of `blocks` blocks that serves recorded requests, for the device or for one tier."""
+    """A real cache of `blocks` blocks that serves recorded requests, for the device or for one tier. The tiers `below`
+    get the blocks that the cache evicts."""
 
-    def __init__(self, traffic: Traffic, blocks: int, policy: str, tenants: Iterable[Tenant]) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        blocks: int,
+        policy: str,
+        tenants: Iterable[Tenant],
+        below: RuledTiers | None = None,
+    ) -> None:
         self.clock = VirtualClock()
         self.blocks = blocks
         self.hits: Hits = []
@@ -205,6 +240,14 @@ class _Cache:
             tenants=tenants,
             clock=self.clock,
         )
+        self._below = below
+        if below is not None:
+            self._block_of_page = np.zeros(blocks + 1, np.int32)
+            self.cache.loading.set_listener(self._on_evict, on_close=False)
+
+    def _on_evict(self, batch: OffloadBatch) -> None:
+        assert self._below is not None
+        self._below.evict(self._block_of_page[batch.rows[:, 0]].tolist())
 
     @property
     def evicted(self) -> int:
@@ -237,8 +280,14 @@ class _Cache:
         seq = cache.open(match)
         resume = match.resume
         self.hits.append(resume // HASH_TOKENS)
+        if self._below is not None:
+            self._below.find(buffer[resume : asked * HASH_TOKENS : HASH_TOKENS].tolist())
         if not seq.extend(end - resume):  # the quota of the tenant may be too small
             seq.commit(buffer[resume:end])
             self.written += (end - resume) // HASH_TOKENS
+            if self._below is not None:
+                self._block_of_page[seq.table(0).ravel()[: end // HASH_TOKENS]] = buffer[:end:HASH_TOKENS]
         seq.finish_reason = ending
         seq.close()
+        if self._below is not None:
+            self._below.end(buffer[: blocks * HASH_TOKENS : HASH_TOKENS].tolist())

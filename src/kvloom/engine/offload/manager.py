@@ -97,8 +97,9 @@ class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
     `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None
-    if no host tier is configured. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of
-    a tensor-parallel group.
+    if no host tier is configured. With `exclusive` and the write policy "back", host memory evicts pages first that the
+    pool has, too. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of a
+    tensor-parallel group.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class OffloadManager:
         host: HostTier,
         places: Many[OpenTier],
         host_write: str | None,
+        exclusive: bool,
         apply_copies: Callable[[], None],
         config: OffloadConfig,
         unavailable: Many[tuple[str, str]] = (),
@@ -144,7 +146,14 @@ class OffloadManager:
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
         self._store = PageOffloader(
-            cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
+            cache,
+            self._pages,
+            self.transfers,
+            self.forms,
+            self._tiers.lossy_forms,
+            writes,
+            exclusive and host_write == "back",
+            self.stats,
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
         self._times = {"prefill": self._prefill_time, "copy": self._pool.copy_time}

@@ -118,6 +118,7 @@ def open_offload(
         host,
         places,
         write,
+        host_text.exclusive and host_text.share is None,
         apply_copies,
         config or OffloadConfig(),
         unavailable,

@@ -134,6 +134,7 @@ class PoolLoader:
         now = time.monotonic()
         self.last_load_seconds = now - copy.started
         self.copy_time.observe(copy.bytes, copy.seconds(now))
+        self._store.demote_copies(copy.leases)
         copy.release_leases()
         job.copy = None
         job.record_on_request(copy, tokens, now, tier_names)

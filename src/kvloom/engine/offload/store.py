@@ -48,6 +48,7 @@ class _PendingOffload:
     new: npt.NDArray[np.bool_] | None
     """Marks the pages that this copy adds to host memory. None means all pages."""
     was_hit: bool
+    evicted: bool
     retained: OffloadBatch | None = None
 
     @property
@@ -58,7 +59,9 @@ class _PendingOffload:
 
 class PageOffloader:
     """Offloads the pages of one cache to host memory, from where the other tiers get them. `writes` contains the write
-    policies of all tiers. A page is copied to host memory as soon as one of these policies requires it.
+    policies of all tiers. A page is copied to host memory as soon as one of these policies requires it. With
+    `exclusive`, host memory evicts pages first that the pool has, too. They are offloaded again if the pool evicts
+    them.
     """
 
     def __init__(
@@ -69,11 +72,12 @@ class PageOffloader:
         forms: Forms,
         lossy_forms: Forms,
         writes: AbstractSet[str],
+        exclusive: bool = False,
         stats: OffloadStats | None = None,
     ) -> None:
         self.cache, self.transfers = cache, transfers
         self.stats = stats if stats is not None else OffloadStats()
-        self._pages, self._writes = pages, writes
+        self._pages, self._writes, self._exclusive = pages, writes, exclusive
         self._groups = {unit: cache.layout.of(unit) for unit in ("token", "state")}
         self._forms, self._lossy_forms = forms, lossy_forms
         self._lossy_roots: set[bytes] = set()
@@ -134,6 +138,12 @@ class PageOffloader:
         if "back" in self._writes:
             while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
+
+    def demote_copies(self, leases: Iterable[Lease]) -> None:
+        """Let host memory evict these pages first, because the pool has them. Does nothing without `exclusive`."""
+        if self._exclusive:
+            for lease in leases:
+                self.transfers.host.demote(lease)
 
     def flush(self) -> None:
         """Start the copies of all queued batches. Call this method before copies inside the pool, because they may
@@ -216,7 +226,7 @@ class PageOffloader:
                 except BaseException:
                     lease.release(False)
                     raise
-                offload = _PendingOffload(event, lease, objects, new, batch.was_hit)
+                offload = _PendingOffload(event, lease, objects, new, batch.was_hit, batch.evicted)
                 self._pending.append(offload)
                 self.copying_keys.update(offload.new_keys)
                 if event.query():
@@ -232,6 +242,8 @@ class PageOffloader:
 
     def _finish(self, offload: _PendingOffload) -> None:
         """Finish a copy to host memory: release its pages, count it, and pass its pages to the other tiers."""
+        if not offload.evicted:
+            self.demote_copies([offload.lease])
         offload.lease.release(True)
         self.copying_keys.difference_update(offload.new_keys)
         if offload.retained is not None:

@@ -19,7 +19,7 @@ from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Account, Share, Shares
 
 from .arena import Arena
-from .slots import Index, LruOrder, Slots
+from .slots import FIRST_TICK, Index, LruOrder, Slots
 
 __all__ = ["MAX_TENANTS", "HostIndex"]
 
@@ -52,7 +52,9 @@ class HostIndex:
         self._default = _Account(Share(), self._capacity, self.slots)
         self._by_tenant: dict[str, _Account] = {}
         self.accounts = [self._default]
-        self._clock = 0
+        self.clock = FIRST_TICK
+        """Tick of the last use of any page."""
+        self._demotions = FIRST_TICK
         self.loading = 0
         """Number of pages whose bytes are still being loaded."""
         self.evicted = 0
@@ -134,13 +136,24 @@ class HostIndex:
         if len(set(found := slots.tolist())) < len(found):
             slots = np.array(list(dict.fromkeys(found)), np.int64)
         if len(self.accounts) == 1:
-            self._clock += 1
-            self.accounts[0].order.touch(slots, self._clock)
+            self.clock += 1
+            self.accounts[0].order.touch(slots, self.clock)
             return
         owners = self.slots.account[slots]
         for index in dict.fromkeys(owners.tolist()):
-            self._clock += 1
-            self.accounts[index].order.touch(slots[owners == index], self._clock)
+            self.clock += 1
+            self.accounts[index].order.touch(slots[owners == index], self.clock)
+
+    def demote(self, slots: Index, since: int) -> None:
+        """Lets the pages of slots be evicted before all others. Skips pages that were used after the tick `since`, and
+        demoted pages."""
+        found = np.unique(slots)
+        ticks = self.slots.tick[found]
+        found = found[(ticks <= since) & (ticks >= FIRST_TICK)]
+        owners = self.slots.account[found]
+        for index in dict.fromkeys(owners.tolist()):
+            self._demotions -= 1
+            self.accounts[index].order.demote(found[owners == index], self._demotions)
 
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
@@ -151,8 +164,8 @@ class HostIndex:
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
         self.slots.assign(slots, entered, account.index)
-        self._clock += 1
-        account.order.touch(slots, self._clock)
+        self.clock += 1
+        account.order.touch(slots, self.clock)
         self.loading += len(given)
         if len(given) == len(keys):
             return slots

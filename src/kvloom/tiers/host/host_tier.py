@@ -139,8 +139,9 @@ class HostTier(Tier):
             stored: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
             return stored
 
-    def acquire(self, objects: Objects) -> Lease:
-        """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
+    def acquire(self, objects: Objects, is_use: bool = True) -> Lease:
+        """Leases the pages of stored objects for reading. Release the lease when the last copy is done. With `is_use`,
+        the pages become the most recently used.
 
         The result for an object is MISSING if it is not stored, and LAYOUT if its page has another size.
         """
@@ -152,12 +153,20 @@ class HostTier(Tier):
             stored = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
             slots[~stored] = -1
             leased = slots if stored.all() else slots[stored]
-            self.index.touch(leased)
+            if is_use:
+                self.index.touch(leased)
+            tick = self.index.clock
             np.add.at(self._slots.refs, leased, _ONE)  # a batch may contain an object twice
             offsets = self._slots.offset[slots]
         offsets[~stored] = -1
         results = np.where(stored, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
-        return Lease(self, objects, slots, offsets, results)
+        return Lease(self, objects, slots, offsets, results, tick)
+
+    def demote(self, lease: Lease) -> None:
+        """Lets the leased pages be evicted before all others, because the pool has them, too. Call this method before
+        the release. Skips pages that were used again after the lease began."""
+        with self._lock:
+            self.index.demote(lease.slots[lease.slots >= 0], lease.tick)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
         """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
@@ -175,6 +184,7 @@ class HostTier(Tier):
         with self._lock:
             self._expire(keys)
             slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
+            tick = self.index.clock
             leased = slots >= 0
             fresh = slots if leased.all() else slots[leased]
             self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
@@ -187,7 +197,7 @@ class HostTier(Tier):
                 others = np.flatnonzero(~leased)
                 stored = self.index.entries
                 results[others] = [_OK if keys[i] in stored else none for i in others.tolist()]
-        return Lease(self, objects, slots, offsets, results)
+        return Lease(self, objects, slots, offsets, results, tick)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)

@@ -1,6 +1,6 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE&tls=auto`.
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&exclusive=0&share=PORT&secret=FILE&tls=auto`.
 
-The option `share` works only for the host tier of an engine."""
+The options `share` and `exclusive` work only for the host tier of an engine."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class HostURL:
     - `secret`: the file with the secret of the peers.
     - `tls`: whether TCP connections are encrypted: auto, on or off.
     - `ttl`: the number of seconds after which a page expires.
+    - `exclusive`: pages that the pool has, too, are evicted first.
     """
 
     capacity: int
@@ -34,6 +35,7 @@ class HostURL:
     secret: str = ""
     ttl: float = 0
     tls: Literal["auto", "on", "off"] = "auto"
+    exclusive: bool = True
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
@@ -42,10 +44,11 @@ class HostURL:
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
         secret, ttl = options.text("secret", ""), options.ttl()
-        tls = options.text("tls", "auto")
+        tls, exclusive = options.text("tls", "auto"), options.text("exclusive", "1")
         options.reject_unknown()
-        if checked not in ("0", "1"):
-            raise ValueError(f"{options.url}: checked={checked!r} must be 0 or 1")
+        for name, value in (("checked", checked), ("exclusive", exclusive)):
+            if value not in ("0", "1"):
+                raise ValueError(f"{options.url}: {name}={value!r} must be 0 or 1")
         if tls not in ("auto", "on", "off"):
             raise ValueError(f"{options.url}: tls={tls!r} is none of auto, on, off")
         share = None
@@ -64,6 +67,7 @@ class HostURL:
             secret,
             ttl,
             cast(Literal["auto", "on", "off"], tls),
+            exclusive == "1",
         )
 
 

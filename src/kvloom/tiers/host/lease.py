@@ -34,9 +34,9 @@ class LeaseOwner(Protocol):
 class Lease:
     """Leased pages of host memory (the arena), which stay in use until `release`. `offsets` contains the position of
     each object's page in the arena. The position is -1 if the object has no page. In this case, `results` contains the
-    reason."""
+    reason. `tick` is the time of the lease in the host tier's order of use."""
 
-    __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
+    __slots__ = ("_objects", "_owner", "offsets", "results", "slots", "tick")
 
     def __init__(
         self,
@@ -45,8 +45,10 @@ class Lease:
         slots: Index,
         offsets: Index,
         results: npt.NDArray[np.uint8],
+        tick: int = 0,
     ) -> None:
         self._owner, self._objects = owner, objects
+        self.tick = tick
         self.slots = slots  # -1 if the object has no page
         self.offsets, self.results = offsets, results
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "LruOrder", "Slots"]
+__all__ = ["FIRST_TICK", "Index", "LruOrder", "Slots"]
 
 Index = npt.NDArray[np.int64]
 _INITIAL_SLOTS = 1024
+FIRST_TICK = 1 << 62
+"""Ticks of used pages count up from this number. Ticks of demoted pages count down from it."""
 _STALE_LIMIT = 4096
 """Number of outdated entries that an LruOrder may have before it removes them."""
 _PART_SLOTS = 256
@@ -38,7 +40,7 @@ class Slots:
         """Time at which the page was reserved, in seconds since 1970."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Tick of the last use, or -1 for a removed page. A tick is a number that increases with every use of any
-        page."""
+        page. A demoted page has a tick below FIRST_TICK."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         """Number of leases. A page with leases is neither evicted nor reused."""
@@ -107,7 +109,7 @@ class LruOrder:
     """Slots ordered by last use, least recent first. Each call of `touch` adds a batch: the used slots, and the
     tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the
     old batch is skipped. Adding a batch costs one append. Finding the least recently used slot costs
-    amortised O(1)."""
+    amortised O(1). `demote` adds a batch before all others."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 
@@ -128,6 +130,13 @@ class LruOrder:
             self._batches = deque((tick, live) for tick, live in self._live() if live.size)
             self._queued = sum(len(live) for _, live in self._batches)
             self._limit = 2 * self._queued + _STALE_LIMIT
+
+    def demote(self, slots: Index, tick: int) -> None:
+        """Moves slots before all others. Each slot may occur only once. Every call needs a smaller tick."""
+        self._slots.tick[slots] = tick
+        for at in reversed(range(0, len(slots), _PART_SLOTS)):
+            self._batches.appendleft((tick, slots[at : at + _PART_SLOTS]))
+        self._queued += len(slots)
 
     def _live(self) -> Iterator[tuple[int, Index]]:
         for tick, slots in self._batches:

@@ -284,7 +284,9 @@ class TierQueue:
             self.skipped_stores += len(batch.objects)
             return
         try:
-            lease = self.host.acquire(batch.objects) if store else self.host.reserve(batch.objects)
+            lease = (
+                self.host.acquire(batch.objects, is_use=False) if store else self.host.reserve(batch.objects)
+            )
         except ValueError as error:  # the page is larger than a slab of host memory
             self._fault_log.add("host", "reserve", "failed", len(batch.objects), str(error), batch.started_at)
             self._complete(batch, np.zeros(len(batch.objects), bool))
