@@ -376,7 +376,7 @@ def _models(
         )
         if memory is not None:
             start = shared_start(start, memory, memory // len(given))
-        models.append(ModelOptions(start, named, folder != model, _chat_options(own)))
+        models.append(ModelOptions(start, named, completes_code=folder != model, chat=_chat_options(own)))
     return tuple(models)
 
 
