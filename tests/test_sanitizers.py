@@ -21,7 +21,11 @@ CORE_AND_TIERS = [
     "tests/tiers/test_checksums.py",
     "tests/tiers/test_byte_stream.py",
 ]
-KERNELS = ["tests/kernels/test_fused.py", "tests/models/test_fused_attention.py"]
+KERNELS = [
+    "tests/kernels/test_cpu_boundary.py",
+    "tests/kernels/test_fused.py",
+    "tests/models/test_fused_attention.py",
+]
 FLAGS = ["-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
