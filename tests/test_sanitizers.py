@@ -22,6 +22,7 @@ CORE_AND_TIERS = [
     "tests/tiers/test_byte_stream.py",
 ]
 KERNELS = ["tests/kernels/test_fused.py", "tests/models/test_fused_attention.py"]
+KERNEL_BOUNDARY = ["tests/kernels/test_cpu_boundary.py"]
 FLAGS = ["-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
@@ -107,7 +108,11 @@ def test_the_sanitizers_are_active(sanitized: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", [CORE_AND_TIERS, KERNELS], ids=["core and tiers", "kernels"])
+@pytest.mark.parametrize(
+    "tests",
+    [CORE_AND_TIERS, KERNELS, KERNEL_BOUNDARY],
+    ids=["core and tiers", "kernels", "boundary of kernels"],
+)
 def test_the_sanitizers_find_nothing(sanitized: dict[str, str], tests: list[str]) -> None:
     result = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], sanitized)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]

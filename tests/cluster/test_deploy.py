@@ -78,11 +78,27 @@ def ray_python() -> str | None:
             {"workers": {"a": {"model": "m", "host-memory": "1GiB"}}, "cluster": {"bind": "node"}},
             "need peer-secret",
         ),
+        ({"workers": {"a": {"model": "m", "replicas": 10**12}}}, "replicas 1000000000000 must be at most 10000"),
+        ({"workers": {"a": {"model": "m", "host-memory": 5}}}, "host-memory 5 must be a text in quotes"),
+        ({"workers": {"a": {"model": "m", "cpus": 10**400}}}, "must be a number from 0 to"),
+        ({"workers": WORKERS, "cluster": {"peer-secret": ["x"]}}, "peer-secret ['x'] must be a text in quotes"),
+        ({"workers": WORKERS, "cluster": {"environment": "A=b"}}, "environment must be a table"),
+        ({"workers": WORKERS, "router": {"port": 70000}}, "port 70000 must be at most 65535"),
+        ({"workers": WORKERS, "router": {"drain-seconds": float("nan")}}, "drain-seconds nan must be a number"),
+        ({"workers": WORKERS, "router": {"start-seconds": float("inf")}}, "start-seconds inf must be a number"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file_are_named(found: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         ClusterFile.from_dict(found)
+
+
+@pytest.mark.parametrize("content", [b"a = " + b"[" * 5000, b"\xff\xfe", b"a = = 1"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        ClusterFile.read(str(path))
 
 
 def test_commands_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,3 +149,35 @@ def test_a_full_queue_refuses_and_a_cancelled_request_leaves() -> None:
         assert queue.running == 1
 
     asyncio.run(run())
+
+
+def test_cancelled_requests_give_no_earlier_turn_and_use_no_memory() -> None:
+    async def run() -> None:
+        queue, order = FairQueue(1), []
+        await queue.enter("greedy", 1000)
+
+        async def request(tenant: str) -> None:
+            await queue.enter(tenant, 100)
+            order.append(tenant)
+            queue.leave()
+
+        async def cancelled(tenant: str) -> None:
+            task = asyncio.create_task(queue.enter(tenant, 1))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for _ in range(500):
+            await cancelled("greedy")
+        for number in range(5_000):
+            await cancelled(f"made up {number}")
+        assert len(queue._order) < 1000
+        assert len(queue._queues) == 0
+        assert len(queue._service) <= 4097
+        tasks = [asyncio.create_task(request(tenant)) for tenant in ["greedy"] * 5 + ["modest"] * 3]
+        await asyncio.sleep(0)
+        queue.leave()
+        await asyncio.gather(*tasks)
+        assert order[:4].count("modest") >= 2, order
+
+    asyncio.run(run())

@@ -92,6 +92,20 @@ def test_documents_are_computed_once_and_copied_to_any_place() -> None:
     closed(engine)
 
 
+def test_lookups_count_prompts_of_clients_only() -> None:
+    """The requests that compute documents, and the sequences from which documents are copied, are not lookups."""
+    engine = reusing(model_of("llama"))
+    for _ in range(2):
+        assert ask(engine).reused_tokens
+    counts = engine.cache.inspect
+    assert counts.looked_up_tokens == 2 * len(PROMPT)
+    (account,) = counts.accounts.values()
+    assert account.looked_up_tokens == 2 * len(PROMPT)
+    assert counts.hit_tokens == account.hit_tokens < len(PROMPT)
+    assert sum(counts.misses.values()) == 2
+    closed(engine)
+
+
 def test_copies_are_never_published() -> None:
     engine = reusing(model_of("llama"))
     ask(engine)

@@ -607,6 +607,25 @@ def check_returning_conversations(
     closed(engine)
 
 
+def test_a_step_sleeps_while_copies_retain_the_pages_of_waiting_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(tiny("llama"), POOL, tiers=["host:4MiB"], offload=PATIENT)
+    waits: list[float] = []
+    (prompt,) = drawn("waits", 40)
+    request = engine.add(prompt, greedy(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(offload_of(engine), "wait", waits.append)
+        patch.setattr(engine.scheduler, "schedule", lambda *_: [])  # as if the request lacked pages
+        for _ in range(3):
+            assert engine.step() == []
+    assert len(waits) == 3
+    assert all(wait > 0 for wait in waits)
+    engine.run()
+    assert request.tokens == expected(tiny("llama"), [prompt], 4)[0]
+    closed(engine)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.slow
 def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:

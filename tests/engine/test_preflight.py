@@ -39,6 +39,21 @@ def test_invalid_settings_are_refused(asked: dict[str, Any], said: str) -> None:
         check_engine(LLAMA, engine_config(**asked))
 
 
+def test_a_host_tier_must_have_a_slab_of_all_ranks() -> None:
+    """The pages of a host tier have the parts of all ranks."""
+    config = {"tensor_parallel": 2, "pool_bytes": 64 << 20}
+    with pytest.raises(ValueError, match="host tier of 4,096 bytes is too small") as refused:
+        check_engine(LLAMA, engine_config(tiers=["host:4KiB"], **config), dtype="float32")
+    least = int(str(refused.value).partition("slabs have ")[2].split()[0].replace(",", ""))
+    check_engine(LLAMA, engine_config(tiers=[f"host:{least}"], **config), dtype="float32")
+    with pytest.raises(ValueError, match="is too small"):
+        check_engine(LLAMA, engine_config(tiers=[f"host:{least - 1}"], **config), dtype="float32")
+    for name in ("tensor_parallel", "context_parallel"):
+        with pytest.raises(ValueError, match="a pool of 1,024 bytes is too small"):
+            check_engine(LLAMA, engine_config(**{name: 2, "pool_bytes": 1024}))
+    check_engine(folder_of("kvloom-hybrid"), engine_config(tensor_parallel=2, tiers=["host:1GiB"]))
+
+
 def test_valid_settings_pass(tmp_path: Path) -> None:
     scales = tmp_path / "scales.safetensors"
     scales.touch()

@@ -38,6 +38,7 @@ from kvloom.events_wire import (
     block_tokens,
     offset_port,
     publisher as publisher_module,
+    subscriber as subscriber_module,
     wire_hash,
     wire_hashes,
 )
@@ -305,6 +306,39 @@ def test_a_gap_is_filled_by_replay(addresses: EventSettings, opened) -> None:
         publisher.flush()
         await until(lambda: follower.counts.replays == 1)
         await until(lambda: heard.pages == published(cache, publisher))
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_is_requested_again_if_the_worker_did_not_answer(
+    addresses: EventSettings, opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber_module, "REPLAY_SECONDS", 0.2)
+    monkeypatch.setattr(subscriber_module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(subscriber_module, "LONGEST_RETRY", 0.5)
+    cache, heard = cache_of(), Index()
+    publisher = opened(cache, addresses)
+    compute(cache, list(range(1, 50)))
+    publisher.flush()
+    answer, requests = publisher._answer, []
+    monkeypatch.setattr(publisher, "_answer", requests.append)  # as if the worker hung
+
+    async def run() -> None:
+        follower = Subscriber(addresses.endpoint, addresses.replay, heard.apply)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.counts.retries >= 2)
+        assert not follower.counts.is_synced
+        assert len(requests) >= 2
+        monkeypatch.setattr(publisher, "_answer", answer)
+        await until(lambda: follower.counts.is_synced)
+        assert heard.pages == published(cache, publisher) != set()
+        compute(cache, list(range(500, 540)))
+        publisher.flush()
+        await until(lambda: heard.pages == published(cache, publisher))
+        retries = follower.counts.retries
+        await asyncio.sleep(0.7)
+        assert follower.counts.retries == retries, "no request after the answer"
         task.cancel()
 
     asyncio.run(run())

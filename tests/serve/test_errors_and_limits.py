@@ -9,6 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import pytest
 
 from kvloom import cli
 from kvloom.bench.serve import Load, main, offer
+from kvloom.serve.api import connection as connection_module
 from kvloom.serve.api.request_fields import UNSUPPORTED
 from tests.serve.running import LONGEST, MODEL, Running
 
@@ -287,6 +289,28 @@ def test_an_unread_answer_is_dropped_after_a_time(server: Running) -> None:
         time.sleep(5)  # three times what a reader may take
         with pytest.raises(ConnectionResetError):
             b"".join(iter(lambda: link.recv(1 << 16), b""))
+
+
+def test_a_client_must_read_a_kibibyte_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waiting = [1000.0], [1_000_000]
+    monkeypatch.setattr(connection_module.time, "monotonic", lambda: clock[0])
+    one = connection_module.Connection.__new__(connection_module.Connection)
+    one.transport = SimpleNamespace(get_write_buffer_size=lambda: waiting[0])  # type: ignore[assignment]
+    one.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)  # type: ignore[assignment]
+    clock[0] += 100
+    assert not one.reads_slowly(60), "little data waits"
+    one.pause_writing()
+    for _ in range(3):  # fast enough
+        clock[0] += 59
+        assert not one.reads_slowly(60)
+        clock[0] += 2
+        waiting[0] -= 70_000
+        assert not one.reads_slowly(60)
+    clock[0] += 61
+    waiting[0] -= 50_000
+    assert one.reads_slowly(60)
+    one.resume_writing()
+    assert not one.reads_slowly(60)
 
 
 def test_incomplete_heads_and_bodies_time_out(server: Running) -> None:

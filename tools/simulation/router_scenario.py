@@ -23,9 +23,6 @@ __all__ = ["make_router_scenario"]
 
 IN_ANSWERS = ("reset", "cut", "stall", "engine_died", "slow")
 """Faults that can happen several times in one answer."""
-MIN_RESTART_SECONDS = 5.0
-"""A restart takes so many seconds or more, so that at least one health check fails. The router cannot notice a shorter
-restart if the events after it are lost, too."""
 
 
 def make_router_scenario(seed: int, steps: int) -> Scenario:
@@ -43,7 +40,7 @@ def make_router_scenario(seed: int, steps: int) -> Scenario:
         elif draw < 0.86:
             operations.append(["faults", _faults(chance)])
         elif draw < 0.91:
-            operations.append(["kill", worker, max(MIN_RESTART_SECONDS, seconds)])
+            operations.append(["kill", worker, seconds])
         elif draw < 0.95:
             operations.append(["freeze", worker, seconds])
         elif draw < 0.97:

@@ -6,8 +6,7 @@ Only the workers, the connections to them, the clients and the clock are replace
 |-----------|-------------------------------------------------------------------------------------------------|
 | tokens    | a complete answer has every token once, and a broken answer is the beginning of the right one   |
 | ends      | each request ends by its deadline, with a complete answer or with an error that says why        |
-| index     | after the faults, the index has only blocks that the worker has. It has all of them, unless the |
-|           | worker did not answer a request for a snapshot                                                  |
+| index     | after the faults, the index has exactly the blocks that the worker has                          |
 | leaks     | then the queue is empty, no request counts as open, and `close` ends every task and connection  |
 | recovers  | then a further request gets a complete answer                                                   |
 """
@@ -317,8 +316,7 @@ class RouterWorld:
             for worker in workers:
                 if any(found[worker.url]) and one not in worker.cache:
                     raise InvariantError(f"the index has a block that {worker.host} does not have")
-                # Without a snapshot, the index starts empty, and stays incomplete.
-                if not any(found[worker.url]) and one in worker.cache and not worker.has_ignored_replays:
+                if not any(found[worker.url]) and one in worker.cache:
                     raise InvariantError(f"the index lacks a block of {worker.host}")
         for worker in workers:
             count = index.counts(worker.url)["GPU"]

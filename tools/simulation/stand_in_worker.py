@@ -121,8 +121,6 @@ class StandInWorker:
         """Hash and parent of each block, the least recently used first."""
         self.announced: dict[int, None] = {}
         """All block hashes that were ever published, also before restarts."""
-        self.has_ignored_replays = False
-        """Whether a request for a replay or snapshot was not answered."""
         self._sequence = self._starts = 0
         self._buffer: list[tuple[int, bytes]] = []
 
@@ -228,7 +226,7 @@ class StandInWorker:
         model = {
             "id": MODEL, "status": "ok", "hash_tokens": HASH_TOKENS, "hash_model": MODEL, "pool_bytes": self._capacity * HASH_TOKENS,
             "groups": [{"index": 0, "kind": "full", "window": 0}], "bytes_per_token": 1, "events": f"tcp://{self.host}:1",
-            "replay": f"tcp://{self.host}:2",
+            "replay": f"tcp://{self.host}:2", "instance": str(self._starts),
         }  # fmt: skip
         return {"models": [model], "open_requests": sum(one.is_busy for one in self.connections)}
 
@@ -476,7 +474,6 @@ class _EventSocket:
         is_silent = self._faults.happens("silent_replay")
         await asyncio.sleep(self._faults.delay(0, 1, 3))
         if is_silent or worker.is_down or worker.frozen_until > asyncio.get_running_loop().time():
-            worker.has_ignored_replays = True
             return
         for message in worker.replay(frames[1]):
             self.put(message)

@@ -221,16 +221,18 @@ class KVCache:
 
     # -- sequences ------------------------------------------------------------------------------
 
-    def open(self, match: Match) -> Sequence:
+    def open(self, match: Match, is_counted: bool = True) -> Sequence:
         """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
         cache has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so
-        call `extend` next.
+        call `extend` next. The counters of lookups and hits leave out a sequence that is not counted, because it serves
+        another request.
         """
         state = self.state
         match = state.lookup.refreshed(match)
-        seq = open_sequence(state, self, match)
-        state.counts.opened(match)
-        seq.owners.account.count_lookup(match.length, match.resume)
+        seq = open_sequence(state, self, match, is_counted)
+        if is_counted:
+            state.counts.opened(match)
+            seq.owners.account.count_lookup(match.length, match.resume)
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:

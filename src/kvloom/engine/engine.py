@@ -275,7 +275,7 @@ class Engine:
         count = min(ROTATION_TOKENS, max(2, self.config.token_budget))
         weight = self.model.get_input_embeddings().weight
         tokens = np.full(count, len(weight) // 2, np.int32)
-        sequence = cache.open(cache.match(tokens, CacheControl(read=False, store=False)))
+        sequence = cache.open(cache.match(tokens, CacheControl(read=False, store=False)), is_counted=False)
         try:
             if sequence.extend(count):
                 raise ValueError(f"reuse_documents: the pool has no pages for {count} tokens: enlarge it")
@@ -700,7 +700,7 @@ class Engine:
         if self._output_processor.awaiting_masks and finished is None and self._inflight is None:
             self._output_processor.wait_for_masks(MASK_WAIT_SECONDS)
         if self.offload is not None:
-            is_waiting = bool(self.scheduler.loading_count)
+            is_waiting = self.scheduler.busy  # for pages of tiers, or for pages that copies retain
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
         self.finished_prefill = PrefillChunks() if finished is None else finished.prefill

@@ -11,12 +11,13 @@ import math
 import mmap
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from kvloom.core import QUANTISED, PoolLayout, make_policy
+from kvloom.core import QUANTISED, WHOLE, ContextPart, Field, PoolLayout, make_policy
 from kvloom.kernels.memory import CudaError, load_cuda_driver
 from kvloom.models.specs import (
     KVDtype,
@@ -68,20 +69,45 @@ def check_engine(
     if static:
         _check_scales(kv_dtype, kv_scales, spec)
     if spec is not None and spec.media is None:
-        slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
-        if config.rank_count > 1:
-            return  # Slabs of a rank are smaller. Each rank checks its sizes when it allocates the pool.
+        slab_bytes = _slab_bytes(spec, config)
+        if slab_bytes is None:
+            return  # Loading decides how states are divided, and checks the sizes.
         for host in (text for text in tiers if scheme_of(text) == "host"):
-            host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
+            capacity = HostURL.parse(split_write_policy(host)[0]).capacity
+            host_slab_bytes(slab_bytes * config.rank_count, capacity)
         if pool_bytes is not None and pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"
             )
 
 
+def _slab_bytes(spec: ModelSpec, config: EngineConfig) -> int | None:
+    """Return the slab size of the pool of each rank, or None if it is not known before the model is loaded."""
+    layers, count = spec.layers, config.tensor_parallel
+    if count > 1:
+        if any(layer.unit == "state" for layer in layers.values()):
+            return None
+        layers = {
+            name: replace(layer, fields=tuple(_part(field, count) for field in layer.fields))
+            for name, layer in layers.items()
+        }
+    part = ContextPart(0, config.context_parallel) if config.context_parallel > 1 else WHOLE
+    return PoolLayout.build(layers, config.block_tokens, part=part).slab_bytes
+
+
+def _part(field: Field, count: int) -> Field:
+    """Return the part of a field that each of `count` ranks stores. If there are fewer heads than ranks, ranks share
+    heads."""
+    axis = field.shard_axis
+    if axis is None:
+        return field
+    shape = (*field.shape[:axis], max(1, field.shape[axis] // count), *field.shape[axis + 1 :])
+    return replace(field, shape=shape)
+
+
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the smallest slab size of a host tier: the least common multiple of the pool's slab size (`slab_bytes`)
-    and the memory page size. Raises ValueError if `capacity`, the bytes of the tier, is less than one slab.
+    """Return the smallest slab size of a host tier: the least common multiple of the slab size of all ranks
+    (`slab_bytes`) and the memory page size. Raises ValueError if `capacity`, the bytes of the tier, is less than one slab.
     """
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:

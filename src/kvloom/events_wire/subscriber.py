@@ -7,14 +7,16 @@
     another earlier batch             a duplicate: ignore it
     first contact                     get a snapshot, because the worker may have pages already
 
-If no snapshot is available, the pages of the worker are removed from the index. A wrong entry of the index can only
-make a worker recompute a prefix. It never changes the generated tokens.
+If no snapshot is available, the pages of the worker are removed from the index. If the worker did not answer at all, the
+subscriber asks again later, and applies new batches until then. A wrong entry of the index can only make a worker
+recompute a prefix. It never changes the generated tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ __all__ = ["Followed", "Subscriber"]
 
 log = logging.getLogger("kvloom.events")
 REPLAY_SECONDS = 5.0
+RETRY_SECONDS, LONGEST_RETRY = 5.0, 40.0
+"""Seconds until the next request for a snapshot, if the worker did not answer. The pause doubles up to the second."""
 BATCHES_PER_TURN = 64
 """The subscriber lets other tasks of the event loop run after this many batches."""
 
@@ -36,13 +40,14 @@ BATCHES_PER_TURN = 64
 @dataclass(slots=True)
 class Followed:
     """Counts of one followed worker. `gaps` counts breaks in the sequence numbers, and `invalid` counts messages that
-    cannot be read. `is_synced` states that the index has all pages that the worker published."""
+    cannot be read. `retries` counts repeated requests for a snapshot that the worker did not answer. `is_synced` states that the index has all pages that the worker published."""
 
     batches: int = 0
     events: int = 0
     gaps: int = 0
     replays: int = 0
     snapshots: int = 0
+    retries: int = 0
     invalid: int = 0
     is_synced: bool = False
 
@@ -67,6 +72,8 @@ class Subscriber:
         self._decoder = EventDecoder()
         self._last: int | None = None
         self._last_at = 0.0
+        self._retry_at, self._pause = math.inf, RETRY_SECONDS
+        """Time of the event loop at which the next request for a snapshot is due, and the pause before it."""
 
     async def run(self) -> None:
         import zmq
@@ -82,7 +89,12 @@ class Subscriber:
         try:
             await self._resync(context)
             while True:
-                frames = await socket.recv_multipart()
+                try:
+                    async with asyncio.timeout_at(None if self._retry_at == math.inf else self._retry_at):
+                        frames = await socket.recv_multipart()
+                except TimeoutError:
+                    await self._retry(context)
+                    continue
                 for _ in range(BATCHES_PER_TURN):
                     await self._take(context, frames)
                     try:
@@ -140,18 +152,39 @@ class Subscriber:
         """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so for vLLM all past
         batches that are still available are applied instead."""
         self.counts.is_synced = False
+        self._clear()
+        self._pause = RETRY_SECONDS
+        await self._load(context)
+
+    async def _retry(self, context: Any) -> None:
+        """Ask for a snapshot again, after the worker did not answer. The index keeps the pages of the batches since then
+        until the worker answers."""
+        self.counts.retries += 1
+        self._pause = min(2 * self._pause, LONGEST_RETRY)
+        await self._load(context)
+
+    def _clear(self) -> None:
         self._last = None
         self._apply(EventBatch(0.0, [AllBlocksCleared()]))
-        parts = await self._ask(context, SNAPSHOT)
+
+    async def _load(self, context: Any) -> None:
+        """Request a snapshot, or else all past batches, and replace the worker's pages by them. If no snapshot arrives in
+        time, and the past batches are not complete either, set the time of the next attempt."""
+        self._retry_at = math.inf
+        parts, is_complete = await self._ask(context, SNAPSHOT), True
         if parts and parts[0][1]:
             self.counts.snapshots += 1
-            for number, payload in parts:
-                self._deliver(number, payload)
         else:
-            past = await self._ask(context, (0).to_bytes(8, "big"))
-            for number, payload in past or []:
+            is_silent = parts is None and self._replay is not None
+            parts = await self._ask(context, (0).to_bytes(8, "big"))
+            is_complete = not is_silent or any(number == 0 for number, _ in parts or [])
+        if not is_complete:
+            self._retry_at = asyncio.get_running_loop().time() + self._pause
+        if parts or is_complete:
+            self._clear()
+            for number, payload in parts or []:
                 self._deliver(number, payload)
-        self.counts.is_synced = True
+        self.counts.is_synced = is_complete
 
     def _deliver(self, sequence: int, payload: bytes) -> None:
         self._last = sequence

@@ -3,7 +3,8 @@
 
 In a small model, the overhead of torch calls takes most of a step. Each function here replaces five to ten torch
 calls, and attention reads pages in place. Only float32 is supported (see `supports`). Other tensors run in torch,
-with results equal up to rounding.
+with results equal up to rounding. Callers call `supports` first. Each function checks the shapes, because native code
+would otherwise read or write wrong memory. Page ids are trusted: they come from the page pool.
 
 | function         | takes                                           | returns                               |
 |------------------|-------------------------------------------------|---------------------------------------|
@@ -73,6 +74,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
     if not x.is_contiguous():
         x = x.contiguous()
     out, dim = torch.empty_like(x), x.shape[-1]
+    if weight.numel() != dim or not weight.is_contiguous():
+        raise _unequal("rms_norm", x, weight)
     rows = x.numel() // max(dim, 1)
     _cpu.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, dim, eps, float(gemma))
     return out
@@ -82,7 +85,9 @@ def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     """Native version of `fused.act_and_mul`."""
     if not x.is_contiguous():
         x = x.contiguous()
-    dim = x.shape[-1] // 2
+    dim, odd = divmod(x.shape[-1], 2)
+    if odd:
+        raise _unequal("act_and_mul", x)
     out = x.new_empty((*x.shape[:-1], dim))
     _cpu.gated(x.data_ptr(), out.data_ptr(), out.numel() // max(dim, 1), dim, tanh)
     return out
@@ -105,8 +110,12 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = 
     """Return x [..., dim] times the transposed weight [columns, dim]. If a dense `into` is given, add the product
     to `into` in place."""
     columns, dim = weight.shape
+    if x.shape[-1] != dim or not dim:
+        raise _unequal("multiply", x, weight)
     rows = x.numel() // dim
     out = x.new_empty((*x.shape[:-1], columns)) if into is None else into
+    if into is not None and (into.numel() != rows * columns or not into.is_contiguous()):
+        raise _unequal("multiply", x, weight, into)
     given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows
     count = min(torch.get_num_threads(), rows * columns * dim // MIN_THREAD_PRODUCTS)
     each = columns if count < 2 else -(-columns // (4 * count)) * 4
@@ -115,6 +124,12 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = 
         bounds, lambda begin, end: _cpu.multiply(*given, begin, end, dim, columns, into is not None)
     )
     return out
+
+
+def _unequal(name: str, *tensors: torch.Tensor) -> ValueError:
+    """Return the error for tensors whose shapes do not fit together, or that are not dense where they must be."""
+    shapes = ", ".join(f"{tuple(x.shape)} with strides {x.stride()}" for x in tensors)
+    return ValueError(f"{name}: tensors {shapes} do not fit together")
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -128,15 +143,24 @@ def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate x [tokens, heads, dim] in place, like `fused.apply_rotary`. `cos` and `sin` must be dense."""
     tokens, heads, dim = x.shape
+    if dim % 2 or not _has_rows(cos, tokens, dim) or not _has_rows(sin, tokens, dim):
+        raise _unequal("rotate_", x, cos, sin)
     _cpu.rotate(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
     )
+
+
+def _has_rows(x: torch.Tensor, rows: int, dim: int) -> bool:
+    """Whether x is dense and has `rows` rows of `dim` items, or more rows."""
+    return x.shape[-1] == dim and x.numel() >= rows * dim and x.is_contiguous()
 
 
 def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
     """Write the tokens `new` to their pages: `pages[page, place] = new`. `page` and `place` (the offset in the
     page) are int64, one value per token."""
     tokens, heads, dim = new.shape
+    if pages.shape[2:] != new.shape[1:]:
+        raise _unequal("write_tokens", pages, new)
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(
         pages.data_ptr(), new.data_ptr(), page.data_ptr(), place.data_ptr(), tokens, heads, dim,
@@ -151,6 +175,8 @@ class VisibleTokens:
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
         self.counts = self.lengths - self.firsts
+        if self.counts.ndim != 1 or not len(self.counts) or self.counts.min() < 1 or self.firsts.min() < 0:
+            raise ValueError(f"ranges from {firsts} to {lengths} must have at least one token for each query")
         self.longest, self.total = int(self.counts.max()), int(self.counts.sum())
         self.end = int(self.lengths.max())
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
@@ -175,6 +201,8 @@ def decode(
     query, with a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
+    if k.shape[3] != dim or v.shape[:3] != k.shape[:3] or not kv_heads or heads % kv_heads:
+        raise _unequal("decode", q, k, v)
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
     if seen.end > tables.shape[1] * k.shape[1]:
         raise ValueError(
@@ -198,6 +226,8 @@ class LayerPages:
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         _, self.block, self.heads, self.dim = k.shape
+        if v.shape != k.shape:
+            raise _unequal("LayerPages", k, v)
         self._kept = k, v  # keeps the memory alive, so that the addresses stay valid
         self.at = (
             k.data_ptr(),
@@ -241,6 +271,14 @@ def attention_step(
     modifies `joined`.
     """
     count, dim = len(joined), pages.dim
+    width = (heads + 2 * pages.heads) * dim
+    if heads % pages.heads or dim % 2 or joined.numel() != count * width or not joined.is_contiguous():
+        raise ValueError(
+            f"attention_step: {tuple(joined.shape)} must be dense rows of {width} items: q, k and v of {heads} and "
+            f"{pages.heads} heads"
+        )
+    if not _has_rows(cos, count, dim) or not _has_rows(sin, count, dim):
+        raise _unequal("attention_step", joined, cos, sin)
     if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
         raise ValueError(
             f"{count} rows of up to {rows.seen.end} tokens do not fit tables of {rows.blocks} blocks of {pages.block}"

@@ -133,7 +133,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
     request = "seconds in which a client must send the headers of a request, and again its body (default: 30)"
     add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
-    slow = "seconds after which a client that reads nothing is disconnected (default: 60)"
+    slow = "seconds after which a client that reads nothing, or less than 1 KiB per second, is disconnected (default: 60)"
     add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
     folder = "folder whose images requests may name by file: URLs; repeatable (default: none)"
     add("--image-dir", action="append", default=[], metavar="DIR", help=folder)
@@ -376,7 +376,7 @@ def _models(
         )
         if memory is not None:
             start = shared_start(start, memory, memory // len(given))
-        models.append(ModelOptions(start, named, folder != model, _chat_options(own)))
+        models.append(ModelOptions(start, named, completes_code=folder != model, chat=_chat_options(own)))
     return tuple(models)
 
 

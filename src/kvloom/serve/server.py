@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import resource
 import signal
 import socket
 import time
@@ -24,7 +23,15 @@ import uvicorn
 
 from kvloom.engine import check_engine, engine_config
 
-from .api import GracefulServer, ServedModel, ServerContext, close_idle, limited_connection
+from .api import (
+    GracefulServer,
+    ServedModel,
+    ServerContext,
+    limited_connection,
+    limited_socket,
+    raise_file_limit,
+    watch_connections,
+)
 from .application import application
 from .auth import RequestLimiter
 from .dashboard import Dashboards
@@ -40,8 +47,6 @@ __all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "serve", "shared_star
 log = logging.getLogger("kvloom.serve")
 
 BAD_START = 2
-SEND_BUFFER_BYTES = 1 << 17
-"""Size of the kernel's send buffer for one client. A larger buffer would hide that a client reads slowly."""
 LOADING_SECONDS = 5.0
 """Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
@@ -70,7 +75,7 @@ def serve(options: ServerOptions) -> int:
             dtype=start.dtype,
             device=start.device,
         )
-    _raise_file_limit()
+    raise_file_limit()
     config = uvicorn.Config(
         _placeholder, loop="auto", http=limited_connection(options.limits.connections), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
@@ -112,7 +117,7 @@ class _Lifecycle:
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
+        loop, limits = asyncio.get_running_loop(), self.options.limits
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         for model in self.options.models:
@@ -120,7 +125,7 @@ class _Lifecycle:
             self.models.add(model)
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         tasks = [
-            asyncio.create_task(self._close_idle()),
+            asyncio.create_task(watch_connections(self.server, limits.request_seconds, limits.read_seconds)),
             asyncio.create_task(self.dashboards.sample_history()),
             asyncio.create_task(self._report_loading()),
         ]
@@ -206,12 +211,6 @@ class _Lifecycle:
         else:
             log.info("stopped")
 
-    async def _close_idle(self) -> None:
-        seconds = self.options.limits.request_seconds
-        while True:
-            await asyncio.sleep(min(5.0, seconds / 2))
-            close_idle(self.server.server_state.connections, seconds)
-
 
 def _shown(model: ModelOptions) -> str:
     """Return the text that names a model in the log: its folder or hub id, or its served name if the model completes
@@ -228,14 +227,9 @@ def _count_requests(limiter: RequestLimiter) -> str:
 
 
 def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
-    """Return a listening socket. If a client does not read for `read_seconds`, the kernel closes its connection."""
+    """Return a socket that is bound to the address of the server."""
     family, kind, protocol, _, address = resolve(host, port)
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = min(int(1e3 * read_seconds), (1 << 31) - 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    listener = limited_socket(family, kind, protocol, read_seconds)
     try:
         listener.bind(address)
     except OSError as error:
@@ -245,12 +239,6 @@ def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; {remedy or 'choose another with --port'}"
         ) from None
     return listener
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum for this user, because each connection is one file."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _placeholder(*_: object) -> None:

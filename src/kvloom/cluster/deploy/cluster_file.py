@@ -46,6 +46,7 @@ ROLES = ("prefill", "decode", "both", "encode")
 SHARE_PORT = 7400
 """First port at which workers share pages. Encode workers use the ports from ENCODE_PORT on."""
 ENCODE_PORT = 7500
+MOST_REPLICAS, LAST_PORT, MOST_NUMBER = 10_000, 65_535, 10**9
 SURGE = 2
 """A group that shares pages has one port per replica, and this many more. In a rolling restart, old and new replicas
 run at the same time and need separate ports.
@@ -134,7 +135,7 @@ class ClusterFile:
         with Path(path).open("rb") as file:
             try:
                 found = tomllib.load(file)
-            except tomllib.TOMLDecodeError as error:
+            except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deeply
                 raise ValueError(f"{path}: {error}") from None
         try:
             return cls.from_dict(found)
@@ -152,21 +153,24 @@ class ClusterFile:
         if not isinstance(found.get("workers"), dict) or not found["workers"]:
             raise ValueError("there are no workers: add a table such as [workers.decode]")
         workers = tuple(_worker(name, table) for name, table in found["workers"].items())
+        environment = about.get("environment", {})
+        if not isinstance(environment, dict):
+            raise ValueError("[cluster] environment must be a table: [cluster.environment]")
         groups = cls(
             name=str(about.get("name", "kvloom")),
             router=Group(
                 "router", "route", _words(router.get("arguments", {}), "[router.arguments]"),
-                replicas=_whole(router, "replicas", 1), max_replicas=_whole(router, "replicas", 1),
-                port=_whole(router, "port", 8080), cpus=_number(router, "cpus", 1.0),
+                replicas=_whole(router, "replicas", 1, MOST_REPLICAS), max_replicas=_whole(router, "replicas", 1),
+                port=_whole(router, "port", 8080, LAST_PORT), cpus=_number(router, "cpus", 1.0),
                 drain_seconds=_number(router, "drain-seconds", 30.0),
                 start_seconds=_number(router, "start-seconds", 60.0),
             ),
             workers=workers,
             ray=str(about.get("ray", "auto")),
             bind=str(about.get("bind", "127.0.0.1")),
-            peer_secret=about.get("peer-secret"),
+            peer_secret=_text(about, "peer-secret", "[cluster]"),
             certificates=_certificates(about),
-            environment={str(name): str(value) for name, value in about.get("environment", {}).items()},
+            environment={str(name): str(value) for name, value in environment.items()},
         )  # fmt: skip
         groups._check()
         return groups
@@ -259,8 +263,8 @@ def _worker(name: str, table: Any) -> Group:
     role = table.get("role", "both")
     if role not in ROLES:
         raise ValueError(f"{where} role {role!r} must be one of {', '.join(ROLES)}")
-    replicas = _whole(table, "replicas", 1)
-    most = _whole(table, "max-replicas", replicas)
+    replicas = _whole(table, "replicas", 1, MOST_REPLICAS)
+    most = _whole(table, "max-replicas", replicas, MOST_REPLICAS)
     if most < replicas:
         raise ValueError(f"{where} max-replicas {most} is below replicas {replicas}")
     if role in ("prefill", "encode") and "host-memory" not in table:
@@ -272,7 +276,7 @@ def _worker(name: str, table: Any) -> Group:
     return Group(
         name, "serve", words, role, replicas, most,
         _number(table, "target-requests", 16.0), _number(table, "cpus", 1.0), _number(table, "gpus", 0.0), 0,
-        table.get("host-memory"), _whole(table, "share-port", share_port), _number(table, "drain-seconds", 30.0),
+        _text(table, "host-memory", where), _whole(table, "share-port", share_port, LAST_PORT), _number(table, "drain-seconds", 30.0),
         _number(table, "start-seconds", 600.0), _number(table, "scale-seconds", 30.0),
     )  # fmt: skip
 
@@ -287,18 +291,27 @@ def _table(found: Mapping[str, Any], key: str, kind: str, where: str = "") -> di
     return table
 
 
-def _whole(table: Mapping[str, Any], key: str, default: int) -> int:
+def _whole(table: Mapping[str, Any], key: str, default: int, most: int | None = None) -> int:
     value = table.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} {value!r} must be a whole number of at least 1")
+    if most is not None and value > most:
+        raise ValueError(f"{key} {value} must be at most {most}")
     return value
 
 
 def _number(table: Mapping[str, Any], key: str, default: float) -> float:
     value = table.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{key} {value!r} must be a number of at least 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MOST_NUMBER:
+        raise ValueError(f"{key} {value!r} must be a number from 0 to {MOST_NUMBER}")
     return float(value)
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = table.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f'{where} {key} {value!r} must be a text in quotes, such as {key} = "…"')
+    return value
 
 
 def _words(table: Any, where: str) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from kvloom.serve.api import is_loopback
+from kvloom.serve.api import check_structure, is_loopback
+from kvloom.serve.auth import BodyLimiter, HeldBody
 from kvloom.serve.dashboard import HEADERS, file_type, page_files
 from kvloom.serve.errors import ApiError, bad_request, not_found
 
@@ -34,6 +35,18 @@ log = logging.getLogger("kvloom.router")
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 FORWARDED_PATHS = ("/v1/", "/tokenize", "/detokenize")
+COUNTED_PATHS = frozenset(
+    (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/models",
+    )
+)
+"""Paths with their own counter of requests. Clients may send any other path, so all others share one counter."""
 DEAD_STATUS = 503
 PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
@@ -41,7 +54,8 @@ PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items
 class RouterApplication:
     """An ASGI application over one fleet. Unless `is_public`, it serves only requests whose headers Host and Origin
     have loopback names. The list of workers, the data of the dashboard and the indexer API require `admin_key`, unless
-    it is None. `max_body` limits the bytes of a request body.
+    it is None. `max_body` limits the bytes of a request body, and `body_memory` those of all bodies in memory. A body
+    counts until its answer has ended. A body must arrive within `request_seconds`.
     """
 
     def __init__(
@@ -51,8 +65,11 @@ class RouterApplication:
         admin_key: str | None = None,
         max_body: int = 64 << 20,
         is_public: bool = False,
+        body_memory: int = 2 << 30,
+        request_seconds: float = 30.0,
     ) -> None:
         self.fleet, self.proxy, self.state = fleet, proxy, FleetState(fleet, proxy)
+        self._bodies, self._request_seconds = BodyLimiter(body_memory), request_seconds
         self._files = page_files()
         self._admin_key, self._max_body, self._is_public = admin_key, max_body, is_public
 
@@ -83,7 +100,7 @@ class RouterApplication:
             log.exception("%s %s failed", method, path)
             if not status[0]:
                 await _respond(counted, 500, ApiError(500, "internal error; see the router's log").body)
-        key = (path if path.startswith("/v1/") else "other", status[0])
+        key = (path if path in COUNTED_PATHS else "other", status[0])
         self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
 
     def _check_host(self, headers: dict[str, str]) -> None:
@@ -108,8 +125,12 @@ class RouterApplication:
             raise ApiError(401, "the router's admin key is required: send it as `Authorization: Bearer KEY`")
 
     async def _forward(self, path: str, headers: dict[str, str], receive: Receive, send: Send) -> None:
-        raw = await self._body(receive)
-        call = Call(path, headers, _json_object(raw), raw)
+        with self._bodies.hold() as held:
+            raw = await self._body(receive, held)
+            await self._forward_body(Call(path, headers, _json_object(raw), raw), receive, send)
+
+    async def _forward_body(self, call: Call, receive: Receive, send: Send) -> None:
+        """Forward a call. Ends if the client disconnects."""
         task = asyncio.current_task()
         assert task is not None
         gone = [False]
@@ -159,10 +180,10 @@ class RouterApplication:
             await _respond(send, 200, self._files[name], [*kind, *PAGE_HEADERS])
         elif method == "POST" and path in ("/register", "/unregister", "/query"):
             self._require_admin(headers)
-            asked = _json_object(await self._body(receive))
-            await {"/register": self._register, "/unregister": self._unregister, "/query": self._query}[path](
-                asked, send
-            )
+            answers = {"/register": self._register, "/unregister": self._unregister, "/query": self._query}
+            with self._bodies.hold() as held:
+                asked = _json_object(await self._body(receive, held))
+                await answers[path](asked, send)
         else:
             raise not_found(method, path)
 
@@ -196,6 +217,14 @@ class RouterApplication:
             raise bad_request(f"url {url!r} must start with http:// or https://", "url")
         if endpoint is not None and not isinstance(model, str):
             raise bad_request("endpoint needs model_name", "model_name")
+        for field in ("endpoint", "replay_endpoint"):
+            given = body.get(field)
+            if given is not None and not (isinstance(given, str) and given.startswith(("tcp://", "ipc://"))):
+                raise bad_request(
+                    f"{field} {given!r:.100} is not a ZMQ address: use one like tcp://127.0.0.1:5557", field
+                )
+        if not isinstance(body.get("hash_model"), str | None):
+            raise bad_request("hash_model must be a text", "hash_model")
         if isinstance(model, str):
             hash_model = body.get("hash_model")
             offer = Offer(hash_model, events=endpoint, replay=body.get("replay_endpoint"))
@@ -220,8 +249,8 @@ class RouterApplication:
         if isinstance(model, str) and model not in self.fleet.models:
             base = self.fleet.base_of(model)
             model, adapter = (model, None) if base is None else (base, model)
-        if model not in self.fleet.models:
-            raise ApiError(404, f"model {model!r} is not served here", "model_name", "model_not_found")
+        if not isinstance(model, str) or model not in self.fleet.models:
+            raise ApiError(404, f"model {model!r:.100} is not served here", "model_name", "model_not_found")
         try:
             from kvloom.core import token_bytes
 
@@ -246,20 +275,29 @@ class RouterApplication:
         scores = {name: {"0": one["gpu"]} for name, one in instances.items()}
         await _json(send, {"scores": scores, "frequencies": [], "instances": instances})
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, receive: Receive, held: HeldBody) -> bytes:
+        """Return the body of a request. Counts each part that arrives in `held`. Raises ApiError for too many bytes, or
+        for a slow client."""
         parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(408, "the client disconnected before its request was complete")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body:
-                raise ApiError(
-                    413, f"the body exceeds {self._max_body:,} bytes: send less, or raise --max-body"
-                )
-            if not message.get("more_body"):
-                return b"".join(parts)
+        try:
+            async with asyncio.timeout(self._request_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(408, "the client disconnected before its request was complete")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    held.add(len(parts[-1]))
+                    if size > self._max_body:
+                        raise ApiError(
+                            413, f"the body exceeds {self._max_body:,} bytes: send less, or raise --max-body"
+                        )
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request body did not arrive within {self._request_seconds:g} seconds"
+            ) from None
 
 
 @lru_cache(maxsize=1024)
@@ -270,6 +308,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
+    check_structure(raw)
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -121,6 +121,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="limit of a request body (default: 64MiB)",
     )
+    bodies = "memory for the bodies of all open requests; further requests get 429 (default: 2GiB)"
+    add("--body-memory", type=size, default="2GiB", metavar="SIZE", help=bodies)
+    connections = "largest number of open connections of clients (default: 16384)"
+    add("--max-connections", type=whole(1), default=16384, metavar="N", help=connections)
+    request = "seconds in which the headers of a request must arrive, and then its body (default: 30)"
+    add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
+    slow = "seconds after which a client that reads nothing, or less than 1 KiB per second, is disconnected (default: 60)"
+    add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
     add("--affinity-seconds", type=number(0), default=0.05, metavar="S",
         help="seconds by which the cost of a session's last worker is reduced (default: 0.05)")  # fmt: skip
     add("--overload-seconds", type=number(0), default=2.0, metavar="S",
@@ -145,7 +153,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.serve.api import is_loopback
+    from kvloom.serve.api import is_loopback, limited_socket, raise_file_limit
     from kvloom.serve.logs import configure_logging
 
     from .proxy import ProxyOptions
@@ -164,9 +172,12 @@ def run(args: argparse.Namespace) -> int:
         args.route,
         args.wait_seconds,
     )
+    raise_file_limit()
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
-    return _run(args, options, key, is_public, listener)
+    with limited_socket(family, socket.SOCK_STREAM, 0, args.read_seconds) as listener:
+        listener.bind((args.host, args.port))
+        listener.listen(2048)
+        return _run(args, options, key, is_public, listener)
 
 
 def _run(
@@ -174,12 +185,15 @@ def _run(
 ) -> int:
     import uvicorn
 
+    from kvloom.serve.api import limited_connection
+
+    http = limited_connection(args.max_connections)
     config = uvicorn.Config(
-        _placeholder, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        _placeholder, loop="auto", http=http, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=60, timeout_graceful_shutdown=30,
         **https_settings(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
     )  # fmt: skip
-    with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_serve(args, options, key, is_public, listener, config))
 
 
@@ -197,7 +211,7 @@ async def _serve(
     import aiohttp
 
     from kvloom.events_wire import CurveKey
-    from kvloom.serve.api import GracefulServer
+    from kvloom.serve.api import GracefulServer, watch_connections
 
     from .application import RouterApplication
     from .fleet import Fleet, Offer
@@ -218,7 +232,9 @@ async def _serve(
             fleet.add(worker.url).publishes = Offer(events=worker.events, replay=worker.replay)
         for url in args.discover:
             fleet.discover(url)
-        config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)
+        config.app = application = RouterApplication(
+            fleet, proxy, key, args.max_body, is_public, args.body_memory, args.request_seconds
+        )
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(
             "routing on %s://%s:%d over %d workers; the fleet is at /dashboard",
@@ -228,11 +244,16 @@ async def _serve(
             len(args.worker),
         )
         gc.freeze()  # garbage collections delay requests, so they skip the modules and settings loaded so far
-        samples = asyncio.create_task(application.state.run())
+        server = GracefulServer(config)
+        tasks = [
+            asyncio.create_task(application.state.run()),
+            asyncio.create_task(watch_connections(server, args.request_seconds, args.read_seconds)),
+        ]
         try:
-            await GracefulServer(config).serve(sockets=[listener])
+            await server.serve(sockets=[listener])
         finally:
-            samples.cancel()
+            for task in tasks:
+                task.cancel()
             proxy.replicator.close()
             await fleet.close()
     return 0

@@ -13,6 +13,9 @@ from collections import deque
 
 __all__ = ["FairQueue", "QueueFullError"]
 
+MOST_TENANTS = 4096
+"""Above this number of tenants, the service of tenants without waiting requests is forgotten."""
+
 
 class QueueFullError(Exception):
     """Raised if too many requests wait."""
@@ -28,6 +31,9 @@ class FairQueue:
         self._service: dict[str, float] = {}
         self._queues: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
         self._order: list[tuple[float, int, str]] = []
+        self._offered: dict[str, tuple[float, int, str]] = {}
+        """The entry of each tenant with waiting requests in the heap `_order`. Other entries of the heap are ignored."""
+        self._most_tenants = MOST_TENANTS
         self._count = 0
 
     async def enter(self, tenant: str, tokens: int) -> None:
@@ -41,8 +47,7 @@ class FairQueue:
         queue = self._queues.setdefault(tenant, deque())
         queue.append((place, tokens))
         self.waiting += 1
-        if len(queue) == 1:
-            self._offer(tenant)
+        self._offer(tenant)
         try:
             await place
         except asyncio.CancelledError:
@@ -51,6 +56,8 @@ class FairQueue:
             elif (place, tokens) in queue:
                 queue.remove((place, tokens))
                 self.waiting -= 1
+                if not queue and self._queues.get(tenant) is queue:
+                    self._withdraw(tenant)
             raise
 
     def leave(self) -> None:
@@ -69,20 +76,41 @@ class FairQueue:
             self._service.clear()  # no tenant waits, so all tenants start again with equal service
         least = min(self._service.values(), default=0.0)
         self._service[tenant] = max(self._service.get(tenant, least), least) + tokens
+        self._limit_tenants()
 
     def _offer(self, tenant: str) -> None:
+        if tenant in self._offered:
+            return
         least = min(self._service.values(), default=0.0)
         self._service.setdefault(tenant, least)
         self._count += 1
-        heapq.heappush(self._order, (self._service[tenant], self._count, tenant))
+        entry = self._offered[tenant] = self._service[tenant], self._count, tenant
+        heapq.heappush(self._order, entry)
+        self._limit_tenants()
+
+    def _limit_tenants(self) -> None:
+        """Forget the service of tenants without waiting requests if there are many, because clients may name any number
+        of tenants. Such a tenant starts again with the least service."""
+        if len(self._service) > self._most_tenants:
+            self._service = {name: self._service[name] for name in self._queues if name in self._service}
+            self._most_tenants = max(MOST_TENANTS, 2 * len(self._service))
+
+    def _withdraw(self, tenant: str) -> None:
+        """Remove a tenant whose waiting requests were all cancelled."""
+        self._queues.pop(tenant, None)
+        self._offered.pop(tenant, None)
+        if len(self._order) > 64 + 2 * len(self._offered):
+            self._order = list(self._offered.values())
+            heapq.heapify(self._order)
 
     def _admit(self) -> None:
         while self.running < self.places and self._order:
-            _, _, tenant = heapq.heappop(self._order)
-            queue = self._queues.get(tenant)
-            if not queue:
-                self._queues.pop(tenant, None)
+            entry = heapq.heappop(self._order)
+            tenant = entry[2]
+            if self._offered.get(tenant) is not entry:
                 continue
+            del self._offered[tenant]
+            queue = self._queues[tenant]
             place, tokens = queue.popleft()
             self.waiting -= 1
             if not place.cancelled():  # a cancelled task may not have run since, and is still in the queue

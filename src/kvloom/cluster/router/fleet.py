@@ -5,7 +5,8 @@
 
 A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
 workers. The index keeps the blocks of a dead worker. When a check succeeds again, a snapshot replaces these blocks,
-because the worker may have restarted.
+because the worker may have restarted. A worker also reports the name of its engine instance, so that the router notices
+a restart between two checks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -93,6 +96,8 @@ class Offer:
     """Tokens of a block. A public prefix ends at the end of a block."""
     resident_adapters: frozenset[str] = frozenset()
     """Names of the adapters that have a slot on the worker's device."""
+    instance: str = ""
+    """A name that changes when the engine of the worker restarts. "" if the worker does not report one."""
 
 
 @dataclass(slots=True)
@@ -211,8 +216,7 @@ class Fleet:
         if worker.check is not None:
             worker.check.cancel()
         self._died(worker, "unregistered")
-        for model in list(worker.models):
-            await self._withdraw(worker, model)
+        await self._withdraw(worker, *worker.models)
         return True
 
     async def close(self) -> None:
@@ -319,8 +323,7 @@ class Fleet:
         worker.failed_checks = 0
         worker.encodes = {model: offer for model, offer in offers.items() if offer.role == "encode"}
         is_reached, offers = bool(offers), {m: o for m, o in offers.items() if m not in worker.encodes}
-        for model in [model for model in worker.models if model not in offers]:
-            await self._withdraw(worker, model)
+        await self._withdraw(worker, *(model for model in worker.models if model not in offers))
         for model, offer in offers.items():
             known = worker.models.get(model)
             if known is None or (known.hash_model, known.events) != (offer.hash_model, offer.events):
@@ -333,9 +336,11 @@ class Fleet:
                 known.step_times, known.objective = offer.step_times, offer.objective
                 known.encoders = offer.encoders
                 known.adapters, known.resident_adapters = offer.adapters, offer.resident_adapters
+                has_restarted = may_have_restarted or known.instance != offer.instance
+                known.instance = offer.instance
                 # A restarted worker numbers its batches from 0 again, so the subscriber might not notice the restart.
                 # Request a snapshot. Workers that are not kvloom have no snapshots.
-                if may_have_restarted and known.hash_model is not None and model in worker.subscribers:
+                if has_restarted and known.hash_model is not None and model in worker.subscribers:
                     self._follow(worker, model, known)
             load = self.models[model].scorer.loads.get(worker.name)
             if load is not None:
@@ -425,21 +430,27 @@ class Fleet:
         task.add_done_callback(_report)
         worker.subscribers[model] = subscriber, task
 
-    async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Stop following the events of a model that a worker no longer serves, and remove the worker's blocks from the
-        index of this model. Other tasks can run meanwhile.
+    async def _withdraw(self, worker: Worker, *models: str) -> None:
+        """Stop following the events of models that a worker no longer serves, and remove the worker's blocks from the
+        indexes of these models. Other tasks can run meanwhile. If the call is cancelled, it first removes the remaining
+        blocks without a pause.
         """
-        worker.models.pop(model, None)
-        following = worker.subscribers.pop(model, None)
-        if following is not None:
-            following[1].cancel()
-        served = self.models.get(model)
-        if served is None:
-            return
-        served.scorer.loads.pop(worker.name, None)
-        for index in (served.index, served.texts):
-            for _ in index.remove(worker.name):
+        removals: list[Iterator[None]] = []
+        for model in models:
+            worker.models.pop(model, None)
+            following = worker.subscribers.pop(model, None)
+            if following is not None:
+                following[1].cancel()
+            served = self.models.get(model)
+            if served is not None:
+                served.scorer.loads.pop(worker.name, None)
+                removals += [index.remove(worker.name) for index in (served.index, served.texts)]
+        steps = chain(*removals)
+        try:
+            for _ in steps:
                 await asyncio.sleep(0)
+        finally:
+            deque(steps, maxlen=0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
         """Add an instance (worker) that a client registered with /register. An instance with a URL gets requests. For
@@ -514,6 +525,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         },
         int(found.get("block_tokens") or HASH_TOKENS),
         frozenset(found.get("resident_adapters") or ()),
+        str(found.get("instance") or ""),
     )
 
 

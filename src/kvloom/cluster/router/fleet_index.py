@@ -122,15 +122,21 @@ class FleetIndex:
         self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
 
     def remove(self, worker: str) -> Iterator[None]:
-        """Remove a worker. Each iteration removes a part of its blocks, so that other tasks can run between two
-        iterations. The caller must iterate to the end. After the first iteration, `lengths` leaves the worker out.
+        """Remove a worker. From now on, `lengths` leaves the worker out, and `add` adds it again without blocks.
+
+        Each iteration of the result removes a part of the blocks, so that other tasks can run between two iterations.
+        The caller must iterate to the end, because the worker's number is free only then.
         """
         blocks = self._workers.pop(worker, None)
-        if blocks is not None:
-            self._names[blocks.number] = ""
-            for index in (*self._media.values(), self._expected):
-                yield from index.forgetting(str(blocks.number))
-            self._free.append(blocks.number)
+        if blocks is None:
+            return iter(())
+        self._names[blocks.number] = ""
+        return self._forget(blocks.number)
+
+    def _forget(self, number: int) -> Iterator[None]:
+        for index in (*self._media.values(), self._expected):
+            yield from index.forgetting(str(number))
+        self._free.append(number)
 
     def apply(self, worker: str, batch: EventBatch) -> None:
         """Apply a batch of a worker's events. Takes about 0.3 µs per block."""

@@ -10,6 +10,7 @@ chat with images             hashes of 64-byte pieces; each image is replaced by
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -37,7 +38,18 @@ from .text_tokenizer import TextTokenizer
 
 __all__ = ["PromptKeys", "PromptReader", "roots_of", "salt_of"]
 
-MAX_CACHED = 2048
+CACHED_BYTES = 64 << 20
+"""Largest size of the cached tokens that workers returned."""
+CACHED_ENTRY = 256
+"""Bytes that an entry of this cache uses besides its tokens."""
+LONG_TEXT = 1 << 16
+"""A text with more characters is tokenised in a thread, so that other requests do not wait."""
+LONGEST_TEXT = 1 << 22
+"""A text with more characters is not tokenised, but hashed as pieces of text."""
+TEXT_BYTES = 1 << 20
+"""Only the first bytes of a text without known tokens are hashed."""
+MAX_IMAGES = 128
+"""Further images of a request count as no tokens."""
 TOKENIZE_SECONDS = 2.0
 CHARACTERS_PER_TOKEN = 4
 CHAT_FIELDS = (
@@ -110,6 +122,7 @@ class PromptReader:
     ) -> None:
         self._fleet, self._uses_workers, self._image_tokens = fleet, uses_workers, image_tokens
         self._cached: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
+        self._cached_bytes = 0
         self._tokenizer: TextTokenizer | None = None
         if tokenizer is not None:
             from tokenizers import Tokenizer
@@ -139,9 +152,14 @@ class PromptReader:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
+            if len(prompt) > LONGEST_TEXT:
+                return self._by_text(root, prompt.encode(errors="replace"))
             if self._tokenizer is not None:
-                special = body.get("add_special_tokens") is not False
-                tokens = self._tokenizer.tokens(prompt, special, tenant)
+                special, tokenise = body.get("add_special_tokens") is not False, self._tokenizer.tokens
+                if len(prompt) > LONG_TEXT:
+                    tokens = await asyncio.to_thread(tokenise, prompt, special, tenant)
+                else:
+                    tokens = tokenise(prompt, special, tenant)
                 return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES, _public_tokens(body))
             asked: dict[str, Any] = {"prompt": prompt, "model": body.get("model")}
             asked |= {name: body[name] for name in ("add_special_tokens", "cache") if name in body}
@@ -158,12 +176,18 @@ class PromptReader:
         about as long as the text of `image_tokens` tokens."""
         if not isinstance(messages, list):
             return messages
-        size = self._image_tokens * CHARACTERS_PER_TOKEN
-        found = []
+        found, images = [], 0
         for message in messages:
             content = message.get("content") if isinstance(message, dict) else None
             if isinstance(content, list):
-                parts = [_digest(part, size) if _is_image(part) else part for part in content]
+                parts = []
+                for part in content:
+                    if _is_image(part):
+                        images += 1
+                        tokens = self._image_tokens if images <= MAX_IMAGES else 0
+                        parts.append(_digest(part, tokens * CHARACTERS_PER_TOKEN))
+                    else:
+                        parts.append(part)
                 found.append({**message, "content": parts})
             else:
                 found.append(message)
@@ -173,16 +197,21 @@ class PromptReader:
         self, asked: dict[str, Any], root: bytes, text: bytes, headers: dict[str, str]
     ) -> PromptKeys:
         request = msgspec.json.encode(asked)
-        key = blake2b(request + headers.get("authorization", "").encode(), digest_size=16).digest()
+        own = "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key"))
+        key = blake2b(
+            request + root + own.encode(), digest_size=16
+        ).digest()  # the root depends on the tenant
         found = self._cached.get(key)
-        if found is None and self._uses_workers:
+        if found is None and self._uses_workers and len(request) <= LONGEST_TEXT:
             found = await self._tokenize(request, asked.get("model"), headers)
         if found is None:
             return self._by_text(root, text)
-        tokens, public = self._cached[key] = found
+        tokens, public = found
+        self._cached_bytes += CACHED_ENTRY + len(tokens) if key not in self._cached else 0
+        self._cached[key] = found
         self._cached.move_to_end(key)
-        if len(self._cached) > MAX_CACHED:
-            self._cached.popitem(last=False)
+        while self._cached_bytes > CACHED_BYTES:
+            self._cached_bytes -= CACHED_ENTRY + len(self._cached.popitem(last=False)[1][0])
         return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES, public)
 
     async def _tokenize(
@@ -215,7 +244,9 @@ class PromptReader:
     def _by_text(self, root: bytes, text: bytes) -> PromptKeys:
         """Return the keys of a prompt whose tokens are unknown: hashes of 64-byte pieces of the text."""
         self.fallbacks += 1
-        return PromptKeys(None, wire_hashes(hash_chain(root, text)), len(text) // CHARACTERS_PER_TOKEN + 1)
+        return PromptKeys(
+            None, wire_hashes(hash_chain(root, text[:TEXT_BYTES])), len(text) // CHARACTERS_PER_TOKEN + 1
+        )
 
 
 def salt_of(body: dict[str, Any]) -> str:

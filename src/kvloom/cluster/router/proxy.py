@@ -191,7 +191,7 @@ class Proxy:
             )
         names = ", ".join(sorted(models)) or "none yet"
         raise ApiError(
-            404, f"model {asked!r} is not served here; models: {names}", "model", "model_not_found"
+            404, f"model {asked!r:.100} is not served here; models: {names}", "model", "model_not_found"
         )
 
     async def _tenant(self, call: Call) -> str:
@@ -207,7 +207,7 @@ class Proxy:
         if key not in self._tenants:
             if len(self._tenants) > 10_000:
                 self._tenants.clear()
-            found = ""
+            found = None
             for worker in self.fleet.workers.values():
                 if worker.answers and worker.is_kvloom:
                     try:
@@ -220,6 +220,8 @@ class Proxy:
                             return ""
                     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
                         return ""
+            if found is None:  # no worker can be asked now
+                return ""
             self._tenants[key] = found
         return self._tenants[key] or (named if isinstance(named, str) else "")
 
@@ -618,7 +620,7 @@ class Proxy:
             if body.get("return_token_ids") is not True:
                 more["return_token_ids"] = True
             if stream.tokens and has_one:
-                more["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
+                more["resume_token_ids"] = [*(body.get("resume_token_ids") or []), *stream.tokens]
         is_continued = stream.has_begun
         if is_continued:
             self.counts.continued_streams += 1

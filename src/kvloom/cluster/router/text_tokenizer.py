@@ -11,6 +11,7 @@ tokenised from then on.
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -20,16 +21,20 @@ __all__ = ["TextTokenizer"]
 
 PIECE_CHARACTERS = 512
 MAX_PIECES = 16_384
+CACHED_CHARACTERS = 2048
+"""A longer piece is not cached. A text without places to cut is one piece."""
 COMPARED_TEXTS = 8
 """Number of texts for which the tokens of the pieces are compared with the tokens of the whole text."""
 _CUT = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 
 
 class TextTokenizer:
-    """Returns the tokens of texts, as bytes. Takes about 4 µs per cached piece. `tokenizer` is a `tokenizers.Tokenizer`."""
+    """Returns the tokens of texts, as bytes. Takes about 4 µs per cached piece. `tokenizer` is a `tokenizers.Tokenizer`.
+    Several threads may call it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # guards the pieces
         self._pieces: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._to_compare = COMPARED_TEXTS
         self.is_piecewise = True
@@ -64,13 +69,17 @@ class TextTokenizer:
 
     def _piece(self, tenant: str, text: str) -> bytes:
         key = tenant, text
-        found = self._pieces.get(key)
-        if found is None:
-            found = self._pieces[key] = self._encode(text, False)
-            if len(self._pieces) > MAX_PIECES:
-                self._pieces.popitem(last=False)
-        else:
-            self._pieces.move_to_end(key)
+        with self._lock:
+            found = self._pieces.get(key)
+            if found is not None:
+                self._pieces.move_to_end(key)
+                return found
+        found = self._encode(text, False)
+        if len(text) <= CACHED_CHARACTERS:
+            with self._lock:
+                self._pieces[key] = found
+                if len(self._pieces) > MAX_PIECES:
+                    self._pieces.popitem(last=False)
         return found
 
     def _encode(self, text: str, has_special: bool) -> bytes:

@@ -24,7 +24,7 @@ MAX_RETAINED = 4
 """Largest number of checkpoints that a prompt takes for retained token ranges, one at the end of each range."""
 
 
-def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:
+def open_sequence(state: CacheState, cache: SequenceOwner, match: Match, is_counted: bool = True) -> Sequence:
     """Open a sequence on a match that is not stale. See `KVCache.open`."""
     runs = _media_runs(state, match) if match.media else ()
     tree, control, resume = state.tree, match.control, match.resume
@@ -57,8 +57,9 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
         state.block_tables.wants_checkpoint[row] = bool(seq.checkpoint_positions)
     for run in runs:
         retain_media(state, seq, run, now)
-        state.counts.hit_media(len(run.rows))
-    if resume:
+        if is_counted:
+            state.counts.hit_media(len(run.rows))
+    if resume and is_counted:
         has_snapshot = match.checkpoint is not None and state.has_states
         firsts = state.block_tables.first[:, row].tolist() if tree.windows else ()
         state.counts.hit(resume, has_snapshot, firsts)

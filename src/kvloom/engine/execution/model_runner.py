@@ -368,7 +368,7 @@ class ModelRunner:
                 if place not in open_:
                     prompt = np.zeros(limit, np.int32)
                     open_[place] = self._cache.open(
-                        self._cache.match(prompt, CacheControl(store=False, read=False))
+                        self._cache.match(prompt, CacheControl(store=False, read=False)), is_counted=False
                     )
                 if (
                     count

@@ -442,7 +442,7 @@ class OffloadManager:
         step. `inflight` is the step that runs now.
 
         If no step has finished and no step runs, but requests wait for pages (`is_waiting`) or a prefetch is in
-        progress, sleep until a page may have arrived.
+        progress, sleep until a page may have arrived, or a copy may have released its pages.
         """
         self._offer_pages()
         self.flush()  # do not wait for the next step, which may start much later

@@ -108,7 +108,7 @@ class DocumentReuse:
         if count < self._cache.block_tokens:
             self.missed += at == document.copied_from
             return
-        source = self._cache.open(match)
+        source = self._cache.open(match, is_counted=False)
         try:
             if sequence.extend(count):
                 self.missed += 1

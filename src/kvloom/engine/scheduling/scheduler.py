@@ -698,7 +698,7 @@ class Scheduler:
                 request, match.resume, lambda: self.cache.open(self._match(request, unread))
             )
         if not is_cold:
-            request.sequence = self.cache.open(match)
+            request.sequence = self.cache.open(match, is_counted=not request.is_document)
         assert request.sequence is not None
         if request.adapter is not None and self.adapters is not None:
             request.adapter_slot = self.adapters.make_resident(request.adapter, self._adapters_in_use)

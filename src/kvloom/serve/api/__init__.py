@@ -36,10 +36,17 @@ from .admin import PoolEndpoint, RoleEndpoint
 from .allowed_folders import allowed_folder
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
-from .connection import GracefulServer, close_idle, limited_connection
+from .connection import (
+    GracefulServer,
+    limited_connection,
+    limited_socket,
+    raise_file_limit,
+    watch_connections,
+)
 from .embeddings import EmbeddingsEndpoint
 from .gateway_probes import probe_routes
 from .generation import ChatEndpoint, CompletionEndpoint
+from .json_limits import check_structure
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
@@ -68,14 +75,17 @@ __all__ = [
     "UnloadAdapterEndpoint",
     "allowed_folder",
     "asked_time",
-    "close_idle",
+    "check_structure",
     "documentation_routes",
     "engine_error",
     "is_loopback",
     "limited_connection",
+    "limited_socket",
     "load_tokenizer",
     "openapi",
     "parse_digits",
     "probe_routes",
+    "raise_file_limit",
     "read_fields",
+    "watch_connections",
 ]

@@ -7,6 +7,8 @@ open. A server that stops still answers the clients that had connected.
 from __future__ import annotations
 
 import asyncio
+import math
+import resource
 import socket
 import time
 from collections.abc import Iterable
@@ -20,12 +22,26 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvloom.serve.access_log import log_rejected
 from kvloom.serve.errors import ApiError
 
-__all__ = ["Connection", "GracefulServer", "close_idle", "limited_connection"]
+__all__ = [
+    "Connection",
+    "GracefulServer",
+    "limited_connection",
+    "limited_socket",
+    "raise_file_limit",
+    "watch_connections",
+]
 
 HEAD_BYTES = 1 << 16
 """Largest size of the request line and headers of a request, in bytes. It is checked after each read from the socket, so
 one read may exceed it.
 """
+
+SEND_BUFFER_BYTES = 1 << 17
+"""Size of the kernel's send buffer for one client. A larger buffer would hide that a client reads slowly."""
+
+READ_RATE = 1 << 10
+"""Smallest number of bytes per second that a client must read, while more data waits for it than the transport's limit
+(64 KiB)."""
 
 FIRST_REQUEST_SECONDS = 1.0
 """Seconds in which a client that has connected to a stopping server may still send its request."""
@@ -59,6 +75,7 @@ class Connection(HttpToolsProtocol):
 
     max_connections = 1 << 30
     waiting_since = 0.0
+    _unread_since, _unread_bytes = math.inf, 0
     _in_head = False
     _head_bytes = 0
 
@@ -79,6 +96,25 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
             self._close_with(_HEAD_TOO_LARGE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_since, self._unread_bytes = time.monotonic(), self.transport.get_write_buffer_size()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread_since = math.inf
+
+    def reads_slowly(self, seconds: float) -> bool:
+        """Return whether much data waits for the client, and the client has read less than READ_RATE for `seconds`.
+        Each call measures from the last call that returned False after such a time."""
+        now, waiting = time.monotonic(), self.transport.get_write_buffer_size()
+        if now - self._unread_since < seconds:
+            return False
+        if self._unread_bytes - waiting < READ_RATE * (now - self._unread_since):
+            return True
+        self._unread_since, self._unread_bytes = now, waiting
+        return False
 
     def send_400_response(self, msg: str) -> None:
         """Send an error response. uvicorn calls this method for data that it cannot parse."""
@@ -116,12 +152,36 @@ def limited_connection(connections: int) -> type[Connection]:
     return type("LimitedConnection", (Connection,), {"max_connections": connections})
 
 
-def close_idle(connections: Iterable[Any], seconds: float) -> None:
-    """Close connections whose request did not arrive within `seconds`."""
-    before = time.monotonic() - seconds
-    for one in list(connections):
-        if isinstance(one, Connection) and one.is_waiting and one.waiting_since < before:
-            one.transport.abort()
+async def watch_connections(server: uvicorn.Server, request_seconds: float, read_seconds: float) -> None:
+    """Close connections of `server` whose request head does not arrive within `request_seconds`, and connections whose
+    client reads slowly for `read_seconds` (see `Connection.reads_slowly`). Runs until it is cancelled.
+    """
+    while True:
+        await asyncio.sleep(min(5.0, request_seconds / 2, read_seconds / 2))
+        before = time.monotonic() - request_seconds
+        for one in list(server.server_state.connections):
+            if not isinstance(one, Connection):
+                continue
+            if (one.is_waiting and one.waiting_since < before) or one.reads_slowly(read_seconds):
+                one.transport.abort()
+
+
+def limited_socket(family: int, kind: int, protocol: int, read_seconds: float) -> socket.socket:
+    """Return a socket for a server. Its connections have a small send buffer. If a client does not read for
+    `read_seconds`, the kernel closes its connection."""
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(1e3 * read_seconds), (1 << 31) - 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return made
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files to the maximum for this user, because each connection is one file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class GracefulServer(uvicorn.Server):

@@ -94,6 +94,7 @@ class ServedModel:
         return {
             "id": self.name,
             "status": self.status,
+            "instance": self.engine.instance,
             "hash_model": facts.hash_model,
             "hash_tokens": HASH_TOKENS,
             "block_tokens": facts.block_tokens,

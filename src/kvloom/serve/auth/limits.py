@@ -75,7 +75,7 @@ class Limits:
     | `prompt_tokens`     | tokens of one prompt; None: only the limit of the model and its pool applies      |
     | `answers`           | number of running and waiting answers                                             |
     | `request_seconds`   | seconds for the arrival of a request's headers, and again for that of its body    |
-    | `read_seconds`      | seconds for which a client may read nothing from a stream                         |
+    | `read_seconds`      | seconds for which a client may read nothing, or less than 1 KiB per second        |
     | `unread_characters` | characters of a stream that the client has not read                               |
     | `template_seconds`  | CPU seconds of the chat template for one request                                  |
     | `images`            | number of images of one request                                                   |

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import sys
 import time
@@ -117,6 +118,8 @@ class EngineClient:
         self.info: Ready | None = None
         self.is_ready = False
         self.restarts = 0
+        self.instance = ""
+        """A random name of the running engine. Each engine has another name, so that a router notices a restart."""
         self.pid: int | None = None
         self.stats = EngineStats()
         self._streams: dict[int, ResponseStream] = {}
@@ -353,6 +356,7 @@ class EngineClient:
         if isinstance(message, Heartbeat):
             return ""
         self.info, self.is_ready, self.stats = message, True, EngineStats()
+        self.instance = secrets.token_hex(8)
         self._on_ready(message)
         return ""
 
