@@ -36,7 +36,7 @@ from kvloom.models.paged import (
     separation_reason,
     without_sinks,
 )
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 
 from .adapter_table import LoadedAdapter, open_adapters
 from .config import EngineConfig, Role
@@ -192,7 +192,12 @@ class Engine:
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
-        self.sampler = Sampler(self.eos)
+        settings = model.generation_config
+        self.sampler = Sampler(
+            self.eos,
+            getattr(settings, "suppress_tokens", None) or (),
+            getattr(settings, "begin_suppress_tokens", None) or (),
+        )
         self.ahead = on_gpu if config.ahead is None else config.ahead
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
@@ -538,6 +543,18 @@ class Engine:
         if self.adapters is None:
             raise ValueError(f"adapter {name!r} cannot be unloaded: the engine has no adapters")
         self.adapters.unload(name)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """If an encoder reads the prompt (T5, BART): the largest number of its tokens. 0 for other models."""
+        if not isinstance(self.vision, EncoderDecoder) or not self.vision.reads_text:
+            return 0
+        return self.vision.max_prompt_tokens or self.cache.max_tokens
+
+    @property
+    def decoder_tokens(self) -> int:
+        """The number of tokens with which the decoder of an encoder-decoder model begins. 0 for other models."""
+        return len(self.vision.decoder_prompt) if isinstance(self.vision, EncoderDecoder) else 0
 
     def images_to_request(
         self, prompt: Many[int], images: Many[Image], control: CacheControl, awaits_peer: str | None = None

@@ -102,7 +102,16 @@ class EncoderDecoder(CrossVision):
         content = known[0].digest + str(int(prompt[0])).encode()
         digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
         media = Media(0, 1, digest, self._count(known[0]))
-        return ImageInputs(known, (media,), np.zeros(1, np.int64), np.arange(2), cross_attended=True)
+        places = np.zeros(1, np.int64)
+        return ImageInputs(
+            known, (media,), places, np.arange(2), cross_attended=True, is_prompt=self.reads_text
+        )
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The largest number of tokens that an encoder of text reads. None if it has no limit."""
+        tower = self._towers[0]
+        return tower.limit if isinstance(tower, _TextEncoder) else None
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
         """Return `batch` with one group of encoder tokens per sequence. The group of a sequence without an encoder
@@ -149,15 +158,15 @@ class _TextEncoder:
         self._vocabulary = len(model.get_input_embeddings().weight)
         positions = getattr(self._encoder, "embed_positions", None)  # T5 has none, and no limit
         limit = getattr(model.config, "max_position_embeddings", None)
-        self._limit = None if positions is None or limit is None else int(limit)
+        self.limit = None if positions is None or limit is None else int(limit)
 
     def shaped(self, given: Tensors) -> Tensors:
         ids = given["input_ids"].reshape(-1).long()
         if not len(ids):
             raise ValueError("the prompt is empty: give at least one token")
-        if self._limit is not None and len(ids) > self._limit:
+        if self.limit is not None and len(ids) > self.limit:
             raise ValueError(
-                f"{len(ids)} prompt tokens exceed the encoder's limit of {self._limit}: shorten the prompt"
+                f"{len(ids)} prompt tokens exceed the encoder's limit of {self.limit}: shorten the prompt"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
             raise ValueError(
@@ -175,7 +184,7 @@ class _TextEncoder:
         return found
 
     def sample(self) -> Tensors:
-        return {"input_ids": torch.zeros(self._limit or SAMPLE_TOKENS, dtype=torch.int64)}
+        return {"input_ids": torch.zeros(self.limit or SAMPLE_TOKENS, dtype=torch.int64)}
 
     def split(self, made: Mapping[str, Any]) -> list[Tensors]:
         return [{"input_ids": torch.as_tensor(made["input_ids"])}]
@@ -217,6 +226,24 @@ class _AudioEncoder:
         return [{"input_features": torch.as_tensor(made["input_features"])}]
 
 
+def transcription_tokens(model: Any, language: str | None = None, task: str | None = None) -> list[int]:
+    """Return the tokens of Whisper after the start token, for a transcription without time stamps. The default
+    language is that of the generation config, or English. An English model has neither language nor task."""
+    settings, found = model.generation_config, []
+    languages, tasks = (getattr(settings, name, None) or {} for name in ("lang_to_id", "task_to_id"))
+    chosen = language or getattr(settings, "language", None) or "en"
+    if languages:
+        if f"<|{chosen}|>" not in languages:
+            known = ", ".join(sorted(name.strip("<|>") for name in languages))
+            raise ValueError(f"language {chosen!r} is not known; known: {known}")
+        found.append(int(languages[f"<|{chosen}|>"]))
+    wanted = task or getattr(settings, "task", None) or "transcribe"
+    if tasks and languages:
+        found.append(int(tasks[wanted]))
+    without = getattr(settings, "no_timestamps_token_id", None)
+    return found if without is None else [*found, int(without)]
+
+
 def _decoder_prompt(model: Any) -> tuple[int, ...]:
     """Return the first tokens of the decoder: the start token, then the token that the generation config forces. For
     Whisper, these are the tokens of language (English by default), task and "no timestamps"."""
@@ -228,5 +255,7 @@ def _decoder_prompt(model: Any) -> tuple[int, ...]:
         raise ValueError(
             f"{type(model).__name__} has no decoder_start_token_id: add it to its generation_config.json"
         )
+    if encoder_input(model) == "audio":
+        return (int(start), *transcription_tokens(model))
     forced = getattr(settings, "forced_bos_token_id", None)
     return (int(start),) if forced is None else (int(start), int(forced))

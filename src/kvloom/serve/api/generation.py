@@ -309,15 +309,17 @@ class GenerationEndpoint(ABC):
         wanted = fields.max_tokens
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
-        new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
+        # An encoder reads the prompt, so that its tokens are not part of the sequence.
+        used = facts.decoder_tokens if facts.encoder_tokens else count
+        new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - used)) if wanted is None else wanted
         if new not in made:
             made[new] = self._new_params(fields, prompt, new, served, facts)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
             raise context_too_long(count, 0, most, param)
-        if count + new > longest:
-            raise context_too_long(count, new, longest, param)
+        if used + new > longest:
+            raise context_too_long(used, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
         check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
@@ -342,6 +344,8 @@ class GenerationEndpoint(ABC):
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
         """Return the largest allowed number of prompt tokens for a tenant. One token is left for the output."""
+        if facts.encoder_tokens:
+            return min(facts.encoder_tokens, self.context.limits.prompt_tokens or facts.encoder_tokens)
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
