@@ -68,7 +68,7 @@ def test_a_clip_is_the_input_of_whispers_encoder(tmp_path: Path) -> None:
         model, processor, samples, language="de", task="translate"
     )
     assert llm.engine.vision.encoder_runs == 1, "the encoder's output does not depend on the language"
-    with pytest.raises(ValueError, match="longer than the 1.0 seconds"):
+    with pytest.raises(ValueError, match=r"longer than the 1\.0 seconds"):
         llm.generate({"prompt": "", "audio": [(recording(1, 1.5, RATE), RATE)]}, GREEDY)
     with pytest.raises(ValueError, match="needs one audio clip, not 0"):
         llm.generate([2], GREEDY)

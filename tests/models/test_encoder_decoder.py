@@ -14,6 +14,7 @@ from kvloom.models.loading import language_model_class, refusal
 from kvloom.models.specs import ENCODER_DECODERS, model_spec
 from tests.engines import make_engine
 from tests.models.tiny_encoder_decoders import FAMILIES, NEW, config_of, expected, input_of, reference, tiny
+from tools import families_table
 
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 PREFIX = [9, 17, 30, 21, 5, 44, 12, 50, 8, 33, 7, 26, 19, 40, 11, 58, 14, 37, 22]
@@ -44,8 +45,10 @@ def runs_of(engine: Engine) -> int:
     return engine.vision.encoder_runs
 
 
-def test_every_family_is_compared() -> None:
+def test_every_family_is_compared_and_in_the_docs() -> None:
     assert FAMILIES.keys() == ENCODER_DECODERS.keys()
+    text = families_table.FILE.read_text(encoding="utf-8")
+    assert families_table.encoder_decoder_table() in text, "run: .venv/bin/python tools/families_table.py"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,7 +25,7 @@ _AUDIO = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions":
 FAMILIES: dict[str, dict[str, Any]] = {
     "bart": _BART,
     "t5": _T5,
-    "whisper": {**_BART, **_AUDIO},
+    "whisper": {name: value for name, value in (_BART | _AUDIO).items() if name != "max_position_embeddings"},
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "m2m_100": _BART,

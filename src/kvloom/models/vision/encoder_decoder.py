@@ -91,6 +91,11 @@ class EncoderDecoder(CrossVision):
             decoder_prompt = (*first, *decoder_prompt)
         return decoder_prompt or self.decoder_prompt, [{"input_ids": np.fromiter(prompt, np.int64)}]
 
+    def transcription_prompt(self, language: str | None = None, task: str | None = None) -> list[int]:
+        """Return the decoder's prompt of Whisper for a task ("transcribe" or "translate"), without time stamps. The
+        default language is that of the generation config, or English. Raises ValueError for an unknown language."""
+        return [self.decoder_prompt[0], *_transcription_tokens(self._model, language, task)]
+
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
@@ -226,7 +231,7 @@ class _AudioEncoder:
         return [{"input_features": torch.as_tensor(made["input_features"])}]
 
 
-def transcription_tokens(model: Any, language: str | None = None, task: str | None = None) -> list[int]:
+def _transcription_tokens(model: Any, language: str | None = None, task: str | None = None) -> list[int]:
     """Return the tokens of Whisper after the start token, for a transcription without time stamps. The default
     language is that of the generation config, or English. An English model has neither language nor task."""
     settings, found = model.generation_config, []
@@ -256,6 +261,6 @@ def _decoder_prompt(model: Any) -> tuple[int, ...]:
             f"{type(model).__name__} has no decoder_start_token_id: add it to its generation_config.json"
         )
     if encoder_input(model) == "audio":
-        return (int(start), *transcription_tokens(model))
+        return (int(start), *_transcription_tokens(model))
     forced = getattr(settings, "forced_bos_token_id", None)
     return (int(start),) if forced is None else (int(start), int(forced))

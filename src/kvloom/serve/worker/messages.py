@@ -107,7 +107,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     and the clips as WAV files.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
-    is set, `max_tokens` limits prompt and output together.
+    is set, `max_tokens` limits prompt and output together. With a `task` ("transcribe" or "translate") the prompt is
+    that of Whisper for this task, and `language` is the language of the audio clip, such as "en".
     """
 
     text: str
@@ -116,6 +117,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     max_prompt_tokens: int
     max_tokens: int | None = None
     audio: list[bytes] = []
+    task: str = ""
+    language: str = ""
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
