@@ -1,8 +1,9 @@
-"""Writes the table of model families into docs/models.md: `python tools/families_table.py`.
+"""Writes the tables of model families into docs/models.md: `python tools/families_table.py`.
 
 The table has one line for each causal language model of the installed transformers. A line is computed from the tiny
 config of the family in `tests/models`, on the meta device. This takes about a minute. `tests/models/test_families.py`
-compares the tokens of each family with `generate()`.
+compares the tokens of each family with `generate()`. A second table has the encoder-decoder models, which
+`tests/models/test_encoder_decoder.py` compares.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tests.models import tiny_encoder_decoders
 from tests.models.tiny_families import config_of
 
 from kvloom.models.loading import language_model_class, refusal, sharding_refusal
 from kvloom.models.paged import REFUSED_FAMILIES, separation_reason
-from kvloom.models.specs import model_spec
+from kvloom.models.specs import ENCODER_DECODERS, model_spec
 
-__all__ = ["FILE", "REFUSED", "main", "table"]
+__all__ = ["FILE", "REFUSED", "encoder_decoder_table", "main", "table"]
 
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 REFUSED = {
@@ -62,6 +64,21 @@ def table() -> tuple[str, str]:
     return "\n".join(running) + "\n\n" + "\n".join(refused) + "\n", counts
 
 
+def encoder_decoder_table() -> str:
+    """Return the table of encoder-decoder models. Takes a second."""
+    rows = [
+        "| family | encoder reads | layers | sequences of a step | exact on a CPU | CUDA graphs | int8, fp8 | tiers | drafts | 2 ranks |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for family, reads in sorted(ENCODER_DECODERS.items()):
+        config = tiny_encoder_decoders.config_of(family)
+        reason = refusal(config)
+        if reason is not None:
+            raise RuntimeError(f"{family} is refused: {reason}")
+        rows.append(f"| {family} | {reads} | {' | '.join(_cells(config, False)[0])} |")
+    return "\n".join(rows) + "\n"
+
+
 def _cells(config: Any, fails_capture: bool) -> tuple[list[str], bool]:
     cls, own = language_model_class(config)
     with torch.device("meta"):
@@ -90,6 +107,8 @@ def main() -> int:
     place = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- /families -->)", re.DOTALL)
     text = place.sub(lambda _: rows, text)
     text = re.sub(r"Transformers has \d+ causal model families\.[^.]*\.", lambda _: counts, text)
+    place = re.compile(r"(?<=<!-- encoder-decoders -->\n).*?(?=<!-- /encoder-decoders -->)", re.DOTALL)
+    text = place.sub(lambda _: encoder_decoder_table(), text)
     FILE.write_text(text, encoding="utf-8")
     print(counts)
     return 0

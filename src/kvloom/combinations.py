@@ -349,6 +349,13 @@ REFUSED = {
         "requests longer than the pool",
         "{model} runs with transformers' own cache, which reads pages only from the pool: give a larger pool",
     ),
+    "encoders, encoder-decoder": Refused(
+        "engine",
+        "encoders",
+        "an encoder-decoder model",
+        "encoders: {model} encodes the input of every request itself, and encode workers load only image and audio "
+        "towers: remove encoders",
+    ),
     "tensor parallel, images": Refused(
         "engine",
         "tensor_parallel",

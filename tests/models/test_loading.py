@@ -246,8 +246,9 @@ def test_encoders_are_refused_and_decoders_run() -> None:
     assert "BertSelfAttention is not causal" in str(refusal(config_of("bert", is_decoder=False)))
     assert refusal(config_of("bert")) is None
     assert refusal(config_of("bart")) is None
-    assert "save its decoder as BartForCausalLM" in str(
-        refusal(config_of("bart", architectures=["BartForConditionalGeneration"]))
+    assert refusal(config_of("bart", architectures=["BartForConditionalGeneration"])) is None
+    assert "save its decoder as BigBirdPegasusForCausalLM" in str(
+        refusal(config_of("bigbird_pegasus", architectures=["BigBirdPegasusForConditionalGeneration"]))
     )
 
 

@@ -36,7 +36,7 @@ from kvloom.models.paged import (
     separation_reason,
     without_sinks,
 )
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 
 from .adapter_table import LoadedAdapter, open_adapters
 from .config import EngineConfig, Role
@@ -134,6 +134,8 @@ class Engine:
         assert config.max_running is not None
         if config.head and separation_reason(model) is not None:
             raise ValueError(refused("head, own cache", head=config.head, model=type(model).__name__))
+        if config.encoders and model.config.is_encoder_decoder:
+            raise ValueError(refused("encoders, encoder-decoder", model=type(model).__name__))
         if config.uses_lora and separation_reason(model) is not None:
             raise ValueError(refused("lora, own cache", model=type(model).__name__))
         draft = None
@@ -190,7 +192,12 @@ class Engine:
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
-        self.sampler = Sampler(self.eos)
+        settings = model.generation_config
+        self.sampler = Sampler(
+            self.eos,
+            getattr(settings, "suppress_tokens", None) or (),
+            getattr(settings, "begin_suppress_tokens", None) or (),
+        )
         self.ahead = on_gpu if config.ahead is None else config.ahead
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
@@ -371,6 +378,7 @@ class Engine:
         slo: Objective | None = None,
         arrived: float | None = None,
         lora: str | None = None,
+        decoder_prompt: Many[int] = (),
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
@@ -388,10 +396,16 @@ class Engine:
         | `slo`          | objective of the request; it overrides those of its tenant and of the engine                  |
         | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
         | `lora`         | name of the LoRA adapter; None uses the base model                                            |
+        | `decoder_prompt` | first tokens of the decoder, for an encoder-decoder model of text; the default is in its generation config |
 
+        In an encoder-decoder model of text, `prompt` is the input of the encoder. With audio, `prompt` is that of the
+        decoder, and may be empty.
         A request that cannot meet its objective gets the finish reason "slo", at once or after it was deferred.
         """
         params = params or SamplingParams()
+        if self.vision is None and (len(images) or len(audio)):
+            raise ValueError(Vision.refusal(self.model, "images" if len(images) else "audio"))
+        prompt, images = self._split_prompt(prompt, [*images, *audio], decoder_prompt)
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
         if resume and (
@@ -401,7 +415,7 @@ class Engine:
         control = self._with_known_lossy(control or CacheControl())
         adapter, activation = self._adapter_of(lora, ids)
         control = _with_adapter(control, adapter, activation)
-        image_inputs = self._prepare_images(tokens, images, audio, control)
+        image_inputs = self._prepare_images(tokens, images, control)
         if control.public_tokens:
             media = () if image_inputs is None else tuple(image_inputs.media)
             media = media if activation is None else (*media, activation)
@@ -533,6 +547,18 @@ class Engine:
         if self.adapters is None:
             raise ValueError(f"adapter {name!r} cannot be unloaded: the engine has no adapters")
         self.adapters.unload(name)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """If an encoder reads the prompt (T5, BART): the largest number of its tokens. 0 for other models."""
+        if not isinstance(self.vision, EncoderDecoder) or not self.vision.reads_text:
+            return 0
+        return self.vision.max_prompt_tokens or self.cache.max_tokens
+
+    @property
+    def decoder_tokens(self) -> int:
+        """The number of tokens with which the decoder of an encoder-decoder model begins. 0 for other models."""
+        return len(self.vision.decoder_prompt) if isinstance(self.vision, EncoderDecoder) else 0
 
     def images_to_request(
         self, prompt: Many[int], images: Many[Image], control: CacheControl, awaits_peer: str | None = None
@@ -978,17 +1004,25 @@ class Engine:
             self._grammars = Grammars(self.tokenizer, self.eos, self.config.grammar_limits)
         return self._grammars
 
+    def _split_prompt(
+        self, prompt: Iterable[int], images: Many[Any], decoder_prompt: Many[int]
+    ) -> tuple[Iterable[int], Many[Any]]:
+        """Return the token ids of a request's sequence, and its images and clips. In an encoder-decoder model, the
+        sequence is that of the decoder."""
+        if self.vision is not None:
+            return self.vision.split_prompt(prompt, images, decoder_prompt)
+        if decoder_prompt:
+            raise ValueError(f"{type(self.model).__name__} has no encoder: leave decoder_prompt out")
+        return prompt, images
+
     def _prepare_images(
-        self, tokens: tuple[int, ...], images: Many[Any], audio: Many[Any], control: CacheControl
+        self, tokens: tuple[int, ...], images: Many[Any], control: CacheControl
     ) -> ImageInputs | None:
-        """Return the images and clips of a prompt, or None if it has neither. Raises ValueError if the model does not
-        support them, or if they do not match the prompt."""
-        if not (len(images) or len(audio)):
+        """Return the images and clips of a prompt, or None if it has neither. Raises ValueError if they do not match
+        the prompt."""
+        if self.vision is None or not (len(images) or self.vision.needs_image):
             return None
-        if self.vision is None:
-            raise ValueError(Vision.refusal(self.model, "images" if len(images) else "audio"))
-        every = [*images, *audio]
-        return self.vision.read_prompt(tokens, every, control.tenant, control.read, control.store)
+        return self.vision.read_prompt(tokens, images, control.tenant, control.read, control.store)
 
     def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for a prompt or parameters that can never run."""

@@ -44,6 +44,9 @@ def encode_image_prompt(
     `options` are passed to the processor. Runs on the CPU and uses no state of the engine, so any thread may call
     this function.
     """
+    if vision.needs_image:
+        found = processor.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return list(found), [clip_tensors(processor, vision, clip) for clip in audio]
     given: dict[str, Any] = {"images": list(images)} if images else {}
     clips = [clip_samples(clip, _rate(processor)) for clip in audio]
     if clips:
@@ -68,7 +71,16 @@ def clip_tensors(processor: Any, vision: Vision, clip: Any) -> Any:
 def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
     """Return the tensors of one clip. Each clip is processed alone, so that its tensors do not depend on other
     clips."""
-    made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
+    if vision.needs_image:  # the clip is the input of an encoder, and has no place in a text
+        extractor = processor.feature_extractor
+        if len(samples) > extractor.n_samples:
+            raise ValueError(
+                f"an audio clip of {len(samples) / _rate(processor):.1f} seconds is longer than the "
+                f"{extractor.n_samples / _rate(processor):.1f} seconds that the model takes: send several"
+            )
+        made = extractor(samples, sampling_rate=_rate(processor), return_tensors="pt")
+    else:
+        made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
     _check_whole(processor, samples, made)
     [tensors] = vision.split(made)
     return tensors

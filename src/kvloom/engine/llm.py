@@ -8,7 +8,9 @@
         print(delta.text, end="")
 
 A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [...], "audio": [...]} for a model that
-takes images or audio clips. A clip is the bytes of a WAV file, or (samples, rate).
+takes images or audio clips. A clip is the bytes of a WAV file, or (samples, rate). The prompt of an encoder-decoder
+model of text is the input of the encoder, and "decoder_prompt" may set the first tokens of the decoder. The prompt of
+Whisper is that of the decoder, and may be empty.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvloom.combinations import refused
 from kvloom.core import CacheControl, Objective, Pin
 from kvloom.models.loading import LoadFormat, choose_device
 from kvloom.models.specs import folder_of
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 
 from .config import engine_config
 from .encoding import RemoteEncoders
@@ -361,6 +363,7 @@ class LLM:
             for prompt, mine, cached, name in zip(many, each, controls, names, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images, audio = self._read_prompt(prompt)
+                decoder = self._decoder_ids(prompt)
                 if (images or audio) and self.engine.encoders is not None:
                     images = self._encoded(
                         self.engine.encoders, ids, [*images, *audio], cached or CacheControl()
@@ -368,7 +371,15 @@ class LLM:
                     audio = []
                 requests.append(
                     self.engine.add(
-                        ids, mine, cached, text=with_text, images=images, audio=audio, slo=slo, lora=name
+                        ids,
+                        mine,
+                        cached,
+                        text=with_text,
+                        images=images,
+                        audio=audio,
+                        slo=slo,
+                        lora=name,
+                        decoder_prompt=decoder,
                     )
                 )
         except BaseException:
@@ -414,9 +425,9 @@ class LLM:
         may be in the list of images."""
         if not isinstance(prompt, Mapping):
             return self._ids(prompt), [], []
-        if "prompt" not in prompt or prompt.keys() - {"prompt", "images", "audio"}:
+        if "prompt" not in prompt or prompt.keys() - {"prompt", "images", "audio", "decoder_prompt"}:
             raise ValueError(
-                f"a prompt needs the key 'prompt', and may have 'images' and 'audio'; got "
+                f"a prompt needs the key 'prompt', and may have 'images', 'audio' and 'decoder_prompt'; got "
                 f"{', '.join(map(repr, prompt))}"
             )
         words, images, audio = (
@@ -431,6 +442,9 @@ class LLM:
                 raise ValueError(reason)
         if not (images or audio) or vision is None:
             return self._ids(words), [], []
+        if isinstance(vision, EncoderDecoder):
+            clips = [clip_tensors(self._processor(), vision, clip) for clip in audio]
+            return self._decoder_ids({"decoder_prompt": words}), [], clips
         if isinstance(words, str):
             return *encode_image_prompt(self._processor(), vision, words, images, audio), []
         if not all(isinstance(image, Mapping | torch.Tensor) for image in images):
@@ -438,6 +452,15 @@ class LLM:
         if not all(isinstance(clip, Mapping) for clip in audio):
             audio = [clip_tensors(self._processor(), vision, clip) for clip in audio]
         return self._ids(words), images, audio
+
+    def _decoder_ids(self, prompt: Any) -> list[int]:
+        """Return the first tokens of the decoder that a prompt sets. The tokenizer adds no special tokens to them."""
+        given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
+        if not given or not isinstance(given, str):
+            return self._ids(given or ())
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give decoder_prompt as token ids")
+        return list(self.tokenizer(given, add_special_tokens=False)["input_ids"])
 
     def _processor(self) -> Any:
         if self.processor is None:

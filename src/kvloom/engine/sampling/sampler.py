@@ -106,10 +106,14 @@ class _Plan:
 
 
 class Sampler:
-    """Samples the next token of each request. `eos` are the end-of-sequence tokens."""
+    """Samples the next token of each request. `eos` are the end-of-sequence tokens. The model's tokens `suppressed` are
+    never sampled, and `suppressed_first` never as the first token of an answer."""
 
-    def __init__(self, eos: Iterable[int] = ()) -> None:
+    def __init__(
+        self, eos: Iterable[int] = (), suppressed: Iterable[int] = (), suppressed_first: Iterable[int] = ()
+    ) -> None:
         self.eos = tuple(eos)
+        self._suppressed, self._suppressed_first = tuple(suppressed), tuple(suppressed_first)
         self._plan: _Plan | None = None
         self._indexes: torch.Tensor | None = None
 
@@ -128,7 +132,7 @@ class Sampler:
         if counts is None:
             counts = [request.sampled_tokens for request in requests]
         plan = self._plan_for(logits, requests)
-        changed = self._changed(logits, plan, counts) if plan.changes_logits else logits
+        changed = self._changed(logits, plan, counts) if self._changes_logits(plan) else logits
         tokens = self._tokens(changed, plan, counts)
         return SampledTokens(tokens, self._logprobs(logits, tokens, plan))
 
@@ -142,6 +146,9 @@ class Sampler:
         ):
             self._plan = plan = _make_plan(list(requests), vocabulary, device)
         return plan
+
+    def _changes_logits(self, plan: _Plan) -> bool:
+        return plan.changes_logits or bool(self._suppressed or self._suppressed_first)
 
     def _changed(self, logits: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
         """Return a copy of the logits with penalties, biases and masks applied."""
@@ -163,6 +170,11 @@ class Sampler:
         early = [row for row in plan.short if counts[row] < requests[row].params.min_tokens]
         if early:
             mask_tokens(changed, [(row, self.eos + requests[row].params.stop_token_ids) for row in early])
+        if self._suppressed:
+            mask_tokens(changed, [(row, self._suppressed) for row in range(len(changed))])
+        if self._suppressed_first:
+            first = [row for row, count in enumerate(counts) if not count]
+            mask_tokens(changed, [(row, self._suppressed_first) for row in first])
         if plan.allowed is not None:
             apply_grammar_mask(changed, *plan.allowed)
         if plan.bad:
@@ -193,7 +205,7 @@ class Sampler:
         """Return the scores of all tokens ([rows, vocabulary]). `choose` would choose the token with the largest score.
         Does not wait."""
         plan = self._plan_for(logits, requests)
-        changed = self._changed(logits, plan, counts) if plan.changes_logits else logits.float()
+        changed = self._changed(logits, plan, counts) if self._changes_logits(plan) else logits.float()
         for draw in plan.draws:
             rows = changed if draw.rows is None else changed.index_select(0, draw.rows)
             noisy, ids = self._noisy(rows, draw, plan, counts)

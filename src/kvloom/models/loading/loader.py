@@ -39,7 +39,7 @@ from kvloom.models.sharding import (
     shard_config,
     split_head,
 )
-from kvloom.models.specs import ModelError, is_gguf, known_models, load_config, model_spec
+from kvloom.models.specs import ENCODER_DECODERS, ModelError, is_gguf, known_models, load_config, model_spec
 from kvloom.models.vision import AUDIO_FAMILIES, VISION_FAMILIES
 
 from .probe import examine
@@ -293,9 +293,17 @@ def language_model_class(config: Any) -> tuple[Any, Any]:
         AutoModelForImageTextToText,
         AutoModelForMultimodalLM,
         AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
     )
 
     mapping = AutoModelForCausalLM._model_mapping
+    if getattr(config, "is_encoder_decoder", False) and config.model_type in ENCODER_DECODERS:
+        is_text = ENCODER_DECODERS[config.model_type] == "text"
+        whole = (AutoModelForSeq2SeqLM if is_text else AutoModelForSpeechSeq2Seq)._model_mapping[type(config)]
+        if type(config) not in mapping or whole.__name__ in (config.architectures or []):
+            return whole, config
+        config = copy.deepcopy(config)  # the decoder alone
+        config.is_encoder_decoder = False
     if config.model_type in AUDIO_FAMILIES:
         mapping = AutoModelForMultimodalLM._model_mapping
         if type(config) not in mapping:

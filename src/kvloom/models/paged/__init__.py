@@ -42,7 +42,13 @@ from .pages import GraphSplitter, Pages
 from .rotated_copy import RotatedCopier, RotationError, without_sinks
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 from .scans import PackedStates, current_states, run_scan
-from .sequence_cache import SequenceCache, cache_argument, forward_arguments, new_cache
+from .sequence_cache import (
+    EncoderDecoderSequenceCache,
+    SequenceCache,
+    cache_argument,
+    forward_arguments,
+    new_cache,
+)
 from .token_mover import TokenMover
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "BatchBuilder",
     "DividedStep",
     "EmptyCache",
+    "EncoderDecoderSequenceCache",
     "GraphSplitter",
     "HiddenStates",
     "Image",

@@ -14,7 +14,7 @@ from kvloom.kernels.memory import LayerView
 
 from .image_inputs import ImageGroup
 
-__all__ = ["attend_images", "wrap_cross_attention"]
+__all__ = ["attend_images", "read_field", "wrap_cross_attention"]
 
 
 def attend_images(
@@ -26,7 +26,7 @@ def attend_images(
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
-        k, v = (_read_field(fields, name, ids, part.real, query.dtype) for name in "kv")
+        k, v = (read_field(fields, name, ids, part.real, query.dtype) for name in "kv")
         found = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], scale=scale, enable_gqa=True
         )
@@ -35,7 +35,7 @@ def attend_images(
     return torch.cat(out)
 
 
-def _read_field(
+def read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the keys or values (`name`) in the pages `ids`, without quantisation: [heads, tokens, dim]. `real`

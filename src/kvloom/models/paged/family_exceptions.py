@@ -19,6 +19,8 @@ does.
 |                          | earlier layer                            | (`name_kv_sources`)                    |
 | Bloom, Falcon, …         | attention is inside a module, or adds a  | the model runs with transformers' own  |
 |                          | bias or a mask                           | cache (`separation_reason`)            |
+| BART, T5, Whisper, …     | the decoder also reads the output of an  | the encoder's K and V are media pages; |
+|                          | encoder                                  | the model runs with its own cache      |
 | XLNet, Reformer, …       | the probe (`loading.probe`) would state  | refused by name (`REFUSED_FAMILIES`)   |
 |                          | a misleading reason                      |                                        |
 """
@@ -123,6 +125,8 @@ def separation_reason(model: Any) -> str | None:
     a reason, the model runs with transformers' own cache (`own_cache`)."""
     if not hasattr(model, "get_input_embeddings"):  # a draft head is not a transformers model
         return None
+    if model.config.is_encoder_decoder:
+        return "its decoder also reads the tokens of an encoder"
     reason = SEPARATE.get(model.config.get_text_config().model_type)
     if reason is not None:
         return reason

@@ -42,7 +42,7 @@ class ImageInputs:
     `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if rotary positions equal
     token positions. The rotary position of a later token is its token position plus `shift`. `whole` states that no
     step may end inside an image. `cross_attended` states that tokens after an image may see it in cross-attention
-    layers.
+    layers. `is_prompt` states that the image is the text of the request, which an encoder reads.
     """
 
     images: tuple[Image, ...]
@@ -53,6 +53,7 @@ class ImageInputs:
     shift: int = 0
     whole: bool = False
     cross_attended: bool = False
+    is_prompt: bool = False
 
     def step_tokens(self, start: int, count: int) -> int:
         """Return how many tokens a step may compute from position `start` on, at most `count`. With `whole`, a step

@@ -4,7 +4,8 @@ Most models run once on the packed tokens of a step, and their attention reads p
 models cannot: their attention is written inside their modules, adds a bias or a mask of its own, or selects
 tokens. Such a model runs once for each sequence of a step:
 
-    fill    a cache (`sequence_cache`) gets the visible K and V, and the states, from pages
+    fill    a cache (`sequence_cache`) gets the visible K and V, and the states, from pages. In an encoder-decoder
+            model, it also gets the K and V of the encoder's tokens
     run     the modeling code computes the sequence's new tokens with this cache, as in `generate()`
     store   new K and V, and the new states, are written to pages
 
@@ -23,8 +24,9 @@ import torch
 
 from kvloom.models.specs import ModelError
 
+from .cross_attention import read_field
 from .pages import Pages
-from .sequence_cache import SequenceCache, forward_arguments, new_cache
+from .sequence_cache import EncoderDecoderSequenceCache, SequenceCache, forward_arguments, new_cache
 
 __all__ = ["run_separately", "runs_separately"]
 
@@ -71,6 +73,8 @@ class _Separate:
         for row, (begin, end) in enumerate(pairwise(batch.bounds)):
             start = batch.sizes[row] - (end - begin)
             cache = new_cache(self._model)
+            if isinstance(cache, EncoderDecoderSequenceCache):
+                _fill_encoder(pages, cache, row, self._model.dtype)
             if start:
                 _fill(pages, cache, row, start, self._model.dtype)
             logits.append(self.compute(cache, batch.tokens[begin:end], start))
@@ -139,6 +143,24 @@ def _fill(pages: Pages, cache: SequenceCache, row: int, start: int, dtype: torch
         page = int(pages.batch.states[view.group][view.run][row])
         states[layer] = {name: states_of[page][None].clone() for name, states_of in view.fields.items()}
     cache.fill_states(states)
+
+
+def _fill_encoder(pages: Pages, cache: EncoderDecoderSequenceCache, row: int, dtype: torch.dtype) -> None:
+    """Copy the K and V of the encoder's tokens from media pages to an empty cache. Does nothing for a sequence without
+    an encoder input, as in a trial step."""
+    seen = pages.batch.seen
+    if seen is None or not len(seen.parts[row].real):
+        return
+    part = seen.parts[row]
+    cache.fill_encoder(
+        {
+            layer: (
+                read_field(view.fields, "k", part.pages[column], part.real, dtype),
+                read_field(view.fields, "v", part.pages[column], part.real, dtype),
+            )
+            for layer, (view, column) in pages.cross_views.items()
+        }
+    )
 
 
 def _store_states(pages: Pages, cache: SequenceCache, row: int) -> None:

@@ -10,6 +10,8 @@
 | xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
 | RecurrentGemma | attributes of its modules; K and V are in a cache     | `RecurrentGemmaCache` |
 
+Encoder-decoder models have an `EncoderDecoderSequenceCache`. It also has the K and V of the encoder's tokens.
+
 All tensors of states have a first dim of 1, the batch.
 """
 
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SequenceCache", "cache_argument", "forward_arguments", "new_cache"]
+__all__ = ["EncoderDecoderSequenceCache", "SequenceCache", "cache_argument", "forward_arguments", "new_cache"]
 
 States = dict[int, dict[str, torch.Tensor]]
 """Tensors by layer and field name."""
@@ -40,6 +42,10 @@ def forward_arguments(model: Any, tokens: torch.Tensor, start: int) -> dict[str,
     without the cache."""
     names = inspect.signature(model.forward).parameters
     length = start + tokens.shape[1]
+    if (
+        model.config.is_encoder_decoder
+    ):  # its decoder counts positions itself; other arguments are the encoder's
+        return {"decoder_input_ids": tokens, "use_cache": True}
     arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
     if "position_ids" in names:
         arguments["position_ids"] = torch.arange(start, length, device=tokens.device)[None]
@@ -59,18 +65,21 @@ class SequenceCache:
     """
 
     def __init__(self, model: Any) -> None:
-        from transformers import DynamicCache
-
         self._model = model
         self.written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.index: dict[int, list[torch.Tensor]] = {}
-        self.cache = cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        self.cache = cache = self._new_cache()
         cache.update = partial(self._record, cache.update)
         if hasattr(cache, "update_indexer"):
             cache.update_indexer = partial(self._record_index, cache.update_indexer)
         for number, layer in enumerate(cache.layers):
             if hasattr(layer, "update_index"):  # a layer class that has an indexer
                 layer.update_index = partial(self._record_head, layer.update_index, number)
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config.get_text_config(decoder=True))
 
     def _record(self, update: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.written.setdefault(layer_idx, []).append((key, value))
@@ -316,6 +325,60 @@ class Qwen4Cache(SequenceCache):
         )
 
 
+class EncoderDecoderSequenceCache(SequenceCache):
+    """The cache of one sequence of an encoder-decoder model. All layers of the decoder have full attention.
+
+    The decoder reads the encoder's output through cross attention. Its K and V are set by `fill_encoder`. Without
+    them, the model computes them from the encoder's hidden states, which `set_encoder_states` sets. A new cache has
+    the hidden states of one token, which are zeros."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        super().__init__(model)
+        self._both = EncoderDecoderCache(self.cache, DynamicCache())
+        self._states = self._blank_states(1)
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    def _blank_states(self, tokens: int) -> torch.Tensor:
+        weight: torch.Tensor = self._model.get_input_embeddings().weight
+        return weight.new_zeros((1, 1, 1)).expand(1, tokens, self._model.config.hidden_size)
+
+    def set_encoder_states(self, states: torch.Tensor) -> None:
+        """Set the hidden states of the encoder [tokens, hidden]."""
+        self._states = states[None]
+
+    def fill_encoder(self, tokens: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the keys and values of the encoder's tokens by layer, each [heads, tokens, dim]."""
+        for layer in sorted(tokens):
+            key, value = tokens[layer]
+            self._both.cross_attention_cache.update(key[None], value[None], layer)
+            self._both.is_updated[layer] = True
+            self._states = self._blank_states(key.shape[1])  # only their number is read
+
+    def encoder_tokens(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values of the encoder's tokens by layer, each [tokens, heads, dim]."""
+        layers = enumerate(self._both.cross_attention_cache.layers)
+        return {i: (held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)) for i, held in layers}
+
+    def arguments(self) -> dict[str, Any]:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        outputs = BaseModelOutput(last_hidden_state=self._states)
+        return {"past_key_values": self._both, "encoder_outputs": outputs}
+
+    def window(self, layer: int) -> int | None:
+        return None
+
+    def fill_tokens(self, layer: int, tokens: Mapping[str, torch.Tensor], length: int) -> None:
+        key, value = (tokens[name].transpose(0, 1)[None] for name in ("k", "v"))
+        type(self.cache).update(self.cache, key, value, layer)  # without a record
+
+
 _CLASSES: dict[str, type[SequenceCache]] = {
     "deepseek_v4": DeepseekV4Cache,
     "qwen4_exp": Qwen4Cache,
@@ -328,4 +391,6 @@ _CLASSES: dict[str, type[SequenceCache]] = {
 
 def new_cache(model: Any) -> SequenceCache:
     """Return an empty cache for one sequence of a model."""
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderSequenceCache(model)
     return _CLASSES.get(model.config.model_type, SequenceCache)(model)

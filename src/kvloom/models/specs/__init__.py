@@ -11,7 +11,7 @@ torch, weights or network.
 
 from .catalog import embedded, embedded_models, folder_of, is_gguf, known_models, load_config, load_spec
 from .config_reading import ModelError
-from .families_table import FAMILIES
+from .families_table import ENCODER_DECODERS, FAMILIES
 from .layer_specs import (
     DRAFT_PREFIX,
     KV_DTYPES,
@@ -26,6 +26,7 @@ from .layer_specs import (
 
 __all__ = [
     "DRAFT_PREFIX",
+    "ENCODER_DECODERS",
     "FAMILIES",
     "KV_DTYPES",
     "KV_KINDS",

@@ -8,7 +8,7 @@ sinks (gpt-oss) are weights, so they need no field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .config_reading import (
     MAMBA2,
@@ -58,7 +58,7 @@ from .config_reading import (
     zaya,
 )
 
-__all__ = ["FAMILIES", "TEXT_TYPES", "plain_attention_family"]
+__all__ = ["ENCODER_DECODERS", "FAMILIES", "TEXT_TYPES", "plain_attention_family"]
 
 
 def _sizes(
@@ -94,6 +94,13 @@ _GPT2_NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
+}
+_T5_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_decoder_layers": "num_hidden_layers",  # if both are set, this one counts
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "d_kv": "head_dim",
 }
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _QWEN_VL = _sizes(80, 8192, 64, 8, 32768, max_window_layers=80, **_QWEN_WINDOW)
@@ -210,6 +217,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
     ),
+    **dict.fromkeys(("t5", "mt5", "umt5"), Family(every_layer("full_attention"), {}, names=_T5_NAMES)),
     "gpt_bigcode": Family(
         every_layer("full_attention"),
         _sizes(12, 768, 12, None, 1024, multi_query=True),
@@ -382,6 +390,23 @@ TEXT_TYPES = {
     "qwen4_exp": "qwen4_exp_text",
 }
 """Model type of the text model inside each multimodal model."""
+
+ENCODER_DECODERS: dict[str, Literal["text", "audio"]] = {
+    "bart": "text",
+    "blenderbot": "text",
+    "blenderbot-small": "text",
+    "m2m_100": "text",
+    "marian": "text",
+    "mbart": "text",
+    "mt5": "text",
+    "mvp": "text",
+    "pegasus": "text",
+    "plbart": "text",
+    "t5": "text",
+    "umt5": "text",
+    "whisper": "audio",
+}
+"""Model types of encoder-decoder models that run, and the input of the encoder."""
 
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),

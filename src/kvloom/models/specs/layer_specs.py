@@ -8,6 +8,7 @@ Needs no weights, torch or network. `families_table` defines how the config of e
 | sliding_attention   | the same, of the last `sliding_window` tokens                    |
 | chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
 | cross_attention     | K and V of the image tokens only                                 |
+| each of a decoder   | also K and V of the encoder's tokens (encoder-decoder models)    |
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
 | conv                | one state: the convolution's last inputs                         |
 | hybrid              | the same as full_attention and linear_attention together         |
@@ -28,7 +29,7 @@ from typing import Any, Literal
 from kvloom.core import Field, LayerSpec, Visibility
 
 from .config_reading import Config, Family, ModelError, dtype_name
-from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
+from .families_table import ENCODER_DECODERS, FAMILIES, TEXT_TYPES, plain_attention_family
 
 __all__ = [
     "DRAFT_PREFIX",
@@ -55,7 +56,7 @@ KVDtype = str | Mapping[str, str]
 class Media:
     """How a model processes the tokens of an image. With `place` "stream", image tokens have positions in the text,
     and every layer processes them. With "cross", only cross-attention layers read them. `token_id` is the
-    placeholder in the prompt."""
+    placeholder in the prompt. In an encoder-decoder model, the encoder's input takes the place of an image."""
 
     place: Literal["stream", "cross"]
     token_id: int | None = None
@@ -208,7 +209,10 @@ def _without_scales(spec: LayerSpec) -> LayerSpec:
 def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype: str) -> dict[str, LayerSpec]:
     layers: dict[str, LayerSpec] = {}
     for index, kind in enumerate(_kinds(config, family)):
-        parts = _parts(config.layer(index, kind), family, kind, kv_dtypes, dtype)
+        own = config.layer(index, kind)
+        parts = _parts(own, family, kind, kv_dtypes, dtype)
+        if config.get("is_encoder_decoder") and config.model_type in ENCODER_DECODERS:
+            parts |= _parts(own, family, "cross_attention", kv_dtypes, dtype)
         layers.update({f"layers.{index}.{part}": spec for part, spec in parts.items()})
     return layers
 

@@ -20,29 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import LayerSpec, Media, PoolLayout
+from kvloom.core import Ids, LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.write import write
 from kvloom.models.paged import Batch, Image, ImageGroup, ImageInputs, VisibleImages, Work
 
 from .encoder import Vision
-from .towers import Tensors
+from .towers import Tensors, Tower
 
-__all__ = [
-    "CrossVision",
-    "vision_of",
-]
+__all__ = ["CrossVision"]
 
 INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-
-
-def vision_of(model: Any) -> Vision | None:
-    """Return the image and audio part of a model, or None if the model supports neither."""
-    if Vision.refusal(model) and Vision.refusal(model, "audio"):
-        return None
-    cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
-    return CrossVision(model) if cross_views else Vision(model)
 
 
 class CrossVision(Vision):
@@ -50,7 +39,7 @@ class CrossVision(Vision):
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, model.base_model
-        self._towers = [_CrossTower(model)]
+        self._towers = self._make_towers(model)
         self.token = self._towers[0].token
         self.bidirectional = self.uses_mrope = False
         weight = model.get_input_embeddings().weight
@@ -59,6 +48,9 @@ class CrossVision(Vision):
         self.encoder_runs = 0
         self._block = 0
         self._layers: list[tuple[Any, LayerView, int]] = []
+
+    def _make_towers(self, model: Any) -> list[Tower]:
+        return [_CrossTower(model)]
 
     def extend_layout(
         self, layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16
@@ -114,17 +106,26 @@ class CrossVision(Vision):
             if not start <= item.start < stop or earlier or sequence.media_is_cached(item.digest):
                 continue
             states = self.find_embeddings(image_inputs.images[place])
-            rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))
             with torch.inference_mode():
-                for module, view, column in self._layers:
-                    pages = rows[tokens // self._block, column].astype(np.int64)
-                    slots = upload(pages * self._block + tokens % self._block, self._device)
-                    shape = len(states), -1, module.head_dim
-                    key = module.k_norm(module.k_proj(states).view(shape))
-                    write(
-                        view.fields["k"], view.fields["v"], slots, key, module.v_proj(states).view(shape),
-                        k_scale=view.fields.get("k_scale"), v_scale=view.fields.get("v_scale"),
-                    )  # fmt: skip
+                self._write_states(states, sequence.media_rows(item.digest))
+
+    def _write_states(self, states: torch.Tensor, rows: Ids) -> None:
+        """Project the states of an image ([tokens, hidden]) to K and V of each cross-attention layer, and write them to
+        the pages `rows`."""
+        for module, view, column in self._layers:
+            shape = len(states), -1, module.head_dim
+            key = module.k_norm(module.k_proj(states).view(shape))
+            self._write(view, column, rows, key, module.v_proj(states).view(shape))
+
+    def _write(self, view: LayerView, column: int, rows: Ids, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the K and V of one layer ([tokens, heads, dim]) to the pages `rows` of an image."""
+        tokens = np.arange(len(key))
+        pages = rows[tokens // self._block, column].astype(np.int64)
+        slots = upload(pages * self._block + tokens % self._block, self._device)
+        write(
+            view.fields["k"], view.fields["v"], slots, key, value,
+            k_scale=view.fields.get("k_scale"), v_scale=view.fields.get("v_scale"),
+        )  # fmt: skip
 
     def _image_group(self, work: Work, count: int, seen: Iterable[int]) -> ImageGroup:
         assert work.images is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Iterable, Mapping, Sequence as Many
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -31,7 +31,16 @@ from kvloom.kernels.memory import LayerView
 from kvloom.models.paged import Batch, Image, ImageInputs, Work
 
 from .embeddings import Embeddings, with_embeddings
-from .towers import AUDIO_FAMILIES, GRID, VISION_FAMILIES, AudioTower, ImageTower, Tensors, Tower
+from .towers import (
+    AUDIO_FAMILIES,
+    GRID,
+    VISION_FAMILIES,
+    AudioTower,
+    ImageTower,
+    Tensors,
+    Tower,
+    encoder_input,
+)
 
 __all__ = ["EmbeddingStore", "Vision"]
 
@@ -60,6 +69,8 @@ class Vision:
     embeddings: Embeddings | None = None
     store: EmbeddingStore | None = None
     """Store of embeddings in tiers. None if the engine has no tiers."""
+    needs_image = False
+    """Whether every request needs an image, as the input of an encoder."""
     _last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     def __init__(self, model: Any) -> None:
@@ -95,6 +106,8 @@ class Vision:
         family = model.config.model_type
         if kind == "audio":
             families, is_found = set(AUDIO_FAMILIES), True
+            if encoder_input(model) == "audio":
+                return None
         else:
             families = set(VISION_FAMILIES)
             is_found = hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
@@ -134,7 +147,7 @@ class Vision:
         count of this shape. Embeddings are stored per `tenant`, so that no tenant can find out whether another tenant
         used an image. `read` allows loading embeddings from tiers, and `store` allows writing them to tiers.
         """
-        ids = np.asarray(prompt, dtype=np.int64)
+        ids = np.fromiter(prompt, np.int64)
         known, places, bounds = self._assign(ids, self._read_images(images, tenant, read, store))
         media = []
         for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
@@ -146,6 +159,16 @@ class Vision:
             self._check_runs(media, bounds)
         axes, shift = self._rope_index(ids, known, media) if self.uses_mrope else (None, 0)
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
+
+    def split_prompt(
+        self, prompt: Iterable[int], images: Many[Any], decoder_prompt: Many[int] = ()
+    ) -> tuple[Iterable[int], Many[Any]]:
+        """Return the token ids of a request's sequence, and its images. In an encoder-decoder model, the encoder reads
+        one of the images, which may be made from the prompt, and the sequence is that of the decoder. Raises
+        ValueError for a `decoder_prompt` in other models."""
+        if decoder_prompt:
+            raise ValueError(f"{type(self._model).__name__} has no encoder: leave decoder_prompt out")
+        return prompt, images
 
     def _assign(self, ids: Ints, images: tuple[Image, ...]) -> tuple[tuple[Image, ...], Ints, Ints]:
         """Return the images in prompt order, the positions of their tokens, and the bounds of each image in these

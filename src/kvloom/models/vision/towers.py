@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+
+from kvloom.models.specs import ENCODER_DECODERS
 
 __all__ = [
     "AUDIO_FAMILIES",
@@ -24,6 +26,7 @@ __all__ = [
     "ImageTower",
     "Tensors",
     "Tower",
+    "encoder_input",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -66,6 +69,12 @@ GRID, SIZE = "image_grid_thw", "image_sizes"
 padding."""
 FRAMES = 3000
 """Frames of a clip of 30 seconds."""
+
+
+def encoder_input(model: Any) -> Literal["text", "audio"] | None:
+    """Return what the encoder of an encoder-decoder model reads, or None if the model has no encoder."""
+    config = model.config
+    return ENCODER_DECODERS.get(config.model_type) if config.is_encoder_decoder else None
 
 
 class Tower(Protocol):

@@ -6,6 +6,7 @@
     openai_responses.py   /v1/responses, translated to a chat
     anthropic_messages.py /v1/messages, translated to a chat
     embeddings.py         /v1/embeddings, run as completions whose output token is dropped
+    transcriptions.py     /v1/audio/transcriptions and /v1/audio/translations, for Whisper
     translation.py        functions with which the Responses API and the Messages API read requests
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role: size of the pool and role of the worker
@@ -54,6 +55,7 @@ from .request_fields import engine_error, read_fields
 from .served_model import ServedModel
 from .server_context import ServerContext, asked_time, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
+from .transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 
 __all__ = [
     "AnswerFormats",
@@ -72,6 +74,8 @@ __all__ = [
     "ServedModel",
     "ServerContext",
     "TokenizeEndpoint",
+    "TranscriptionsEndpoint",
+    "TranslationsEndpoint",
     "UnloadAdapterEndpoint",
     "allowed_folder",
     "asked_time",

@@ -34,34 +34,49 @@ class RequestAudio:
 
     def add(self, part: dict[str, Any], where: str) -> None:
         """Read the clip of a content part. Raises ApiError if the clip is invalid or exceeds a limit."""
+        self._check_count(where, "messages")
+        text = _of_url(part, where) if part["type"] == "audio_url" else _of_fields(part, where)
+        self._check_bytes(max(0, len(text) * 3 // 4 - 2), where, "messages")
+        self._add(decode_base64(text, f"{where}: the audio"), where, "messages")
+
+    def add_file(self, data: bytes, param: str) -> None:
+        """Read the clip of a form. `param` is the name of its field. Raises ApiError if the clip is invalid or exceeds a
+        limit."""
+        self._check_count(param, param)
+        self._check_bytes(len(data), param, param)
+        self._add(data, param, param)
+
+    def _check_count(self, where: str, param: str) -> None:
         if self._refusal:
             raise bad_request(
-                refused("audio, model", where=where, model=self._model, reason=self._refusal), "messages"
+                refused("audio, model", where=where, model=self._model, reason=self._refusal), param
             )
-        limits = self._limits
-        if len(self.found) >= limits.clips:
+        if len(self.found) >= self._limits.clips:
             raise bad_request(
-                f"{where}: more than {limits.clips} audio clips, the limit of a request (--max-audio-clips): send fewer",
-                "messages",
+                f"{where}: more than {self._limits.clips} audio clips, the limit of a request (--max-audio-clips): send "
+                "fewer",
+                param,
             )
-        text = _of_url(part, where) if part["type"] == "audio_url" else _of_fields(part, where)
-        self._bytes += max(0, len(text) * 3 // 4 - 2)
-        if self._bytes > limits.audio_bytes:
+
+    def _check_bytes(self, count: int, where: str, param: str) -> None:
+        self._bytes += count
+        if self._bytes > self._limits.audio_bytes:
             raise bad_request(
                 f"{where}: the audio clips of the request have {self._bytes:,} bytes; the limit is "
-                f"{limits.audio_bytes:,} (--max-audio-bytes): send shorter ones",
-                "messages",
+                f"{self._limits.audio_bytes:,} (--max-audio-bytes): send shorter ones",
+                param,
             )
-        data = decode_base64(text, f"{where}: the audio")
+
+    def _add(self, data: bytes, where: str, param: str) -> None:
         try:
             self._seconds += wav_seconds(data)
         except ValueError as error:
-            raise bad_request(f"{where}: {error}", "messages") from None
-        if self._seconds > limits.audio_seconds:
+            raise bad_request(f"{where}: {error}", param) from None
+        if self._seconds > self._limits.audio_seconds:
             raise bad_request(
                 f"{where}: the audio clips of the request last {self._seconds:.1f} seconds; the limit is "
-                f"{limits.audio_seconds:g} (--max-audio-seconds): send shorter ones",
-                "messages",
+                f"{self._limits.audio_seconds:g} (--max-audio-seconds): send shorter ones",
+                param,
             )
         self.found.append(data)
 

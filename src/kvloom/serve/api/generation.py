@@ -83,7 +83,9 @@ class CheckedRequest:
 
 
 class GenerationEndpoint(ABC):
-    """An ASGI application for one endpoint."""
+    """An ASGI application for one endpoint. `content_type` is that of request bodies."""
+
+    content_type = "application/json"
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
@@ -161,7 +163,7 @@ class GenerationEndpoint(ABC):
             body = await prompts.run(lambda: response.whole(found), tenant, tokens * LOGPROBS_BYTES)
         else:
             body = response.whole(found)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers = [(b"content-type", response.content_type), (b"content-length", b"%d" % len(body))]
         headers += _warning(response)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -179,7 +181,7 @@ class GenerationEndpoint(ABC):
         account = context.authenticate(request) or ""  # before reading the body
         context.require_accepting()
         with context.bodies.hold(account) as held:
-            body = await context.read_body(request, held)
+            body = await context.read_body(request, held, self.content_type)
             read = await context.parse(lambda: self.read(body), account, len(body))
             served, adapter = context.served(read.model), context.adapter(read.model)
             facts, prompts = served.require_ready()
@@ -275,9 +277,10 @@ class GenerationEndpoint(ABC):
         prompt has neither images nor clips."""
         if not prompt.has_media:
             return None
-        assert isinstance(fields, ChatFields)
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
-        is_open = fields.max_tokens is None and fields.max_completion_tokens is None
+        is_open = fields.max_tokens is None
+        if isinstance(fields, ChatFields):
+            is_open = is_open and fields.max_completion_tokens is None
         return ImagePrompt(
             prompt.text or "",
             list(prompt.images),
@@ -309,15 +312,18 @@ class GenerationEndpoint(ABC):
         wanted = fields.max_tokens
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
-        new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
+        # An encoder reads the prompt, so that its tokens are not part of the sequence.
+        used = facts.decoder_tokens if facts.encoder_tokens else count
+        default = longest if chat or prompt.has_media else DEFAULT_TOKENS
+        new = min(default, max(1, longest - used)) if wanted is None else wanted
         if new not in made:
             made[new] = self._new_params(fields, prompt, new, served, facts)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
             raise context_too_long(count, 0, most, param)
-        if count + new > longest:
-            raise context_too_long(count, new, longest, param)
+        if used + new > longest:
+            raise context_too_long(used, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
         check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
@@ -342,6 +348,8 @@ class GenerationEndpoint(ABC):
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
         """Return the largest allowed number of prompt tokens for a tenant. One token is left for the output."""
+        if facts.encoder_tokens:
+            return min(facts.encoder_tokens, self.context.limits.prompt_tokens or facts.encoder_tokens)
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 

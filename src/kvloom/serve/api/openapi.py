@@ -32,6 +32,8 @@ SUMMARIES = {
     "/v1/completions": "Complete prompts: text, token ids, or lists of these",
     "/v1/chat/completions": "Answer a chat",
     "/v1/embeddings": "Embeddings of prompts: pooled hidden states",
+    "/v1/audio/transcriptions": "Transcribe the WAV file of a form",
+    "/v1/audio/translations": "Translate the speech in the WAV file of a form to English",
     "/v1/models": "List the served models",
     "/v1/models/{name}": "Describe a served model",
     "/admin/models": "Load one more model",

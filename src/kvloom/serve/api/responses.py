@@ -61,6 +61,8 @@ class ResponseBuilder(ABC):
     """
 
     prefix = ""
+    content_type = b"application/json"
+    """Content type of a complete response."""
     whole_object = ""
     event_object = ""
 

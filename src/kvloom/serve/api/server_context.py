@@ -165,13 +165,16 @@ class ServerContext:
                     f"{name!r} is not a loopback name; without API keys only loopback names are accepted: use --api-keys or --api-key, or allow a page with --cors-origin",
                 )
 
-    async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request. Adds the size of each arriving chunk to `held`, because the bytes of all
-        bodies together are limited. Raises ApiError for a wrong content type, too many bytes, or a slow client.
+    async def read_body(
+        self, request: Request, held: HeldBody, content_type: str = "application/json"
+    ) -> bytes:
+        """Return the body of a request, which must have the given content type. Adds the size of each arriving chunk to
+        `held`, because the bytes of all bodies together are limited. Raises ApiError for a wrong content type, too many
+        bytes, or a slow client.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
+        if kind != content_type:
+            raise ApiError(415, f"content type {kind!r} is not supported: send {content_type}")
         limit = self.limits.body_bytes
         stated = request.headers.get("content-length", "0")
         length = parse_digits(stated)

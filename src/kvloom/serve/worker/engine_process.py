@@ -205,6 +205,8 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         adapters=adapter_infos(engine),
         adapter_slots=0 if engine.adapters is None else engine.adapters.slots.count,
         adapter_rank=0 if engine.adapters is None else engine.adapters.slots.rank,
+        encoder_tokens=engine.encoder_tokens,
+        decoder_tokens=engine.decoder_tokens,
     )
     return worker, ready
 

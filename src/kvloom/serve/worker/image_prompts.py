@@ -12,7 +12,7 @@ import msgspec
 
 from kvloom.engine import encode_image_prompt, load_processor
 from kvloom.models.paged import Image
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 from kvloom.serve.images import decode_image
 
 from .messages import Add
@@ -102,6 +102,10 @@ class ImagePrompts:
         tokens, inputs = encode_image_prompt(
             self._processor, self._vision, given.text, images, given.audio, add_special_tokens=special
         )
+        if given.task:
+            if not isinstance(self._vision, EncoderDecoder) or self._vision.reads_text:
+                raise ValueError("this model does not transcribe audio: use a chat with audio clips")
+            tokens = self._vision.transcription_prompt(given.language or None, given.task)
         count, params = len(tokens), message.params
         if count > given.max_prompt_tokens:
             raise ValueError(

@@ -107,7 +107,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     and the clips as WAV files.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
-    is set, `max_tokens` limits prompt and output together.
+    is set, `max_tokens` limits prompt and output together. With a `task` ("transcribe" or "translate") the prompt is
+    that of Whisper for this task, and `language` is the language of the audio clip, such as "en".
     """
 
     text: str
@@ -116,6 +117,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     max_prompt_tokens: int
     max_tokens: int | None = None
     audio: list[bytes] = []
+    task: str = ""
+    language: str = ""
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
@@ -519,6 +522,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `max_context`: the largest number of tokens that the model allows in one request.
     - `peer_address`: the address at which other workers read the host memory of this worker, or None.
     - `token_budget`: the largest number of prompt tokens in a step.
+    - `encoder_tokens`: if an encoder reads the prompt (T5, BART): the largest number of its tokens, else 0. The tokens
+      of the prompt then do not count in `max_tokens`. `decoder_tokens`: the number of the decoder's first tokens.
     - `adapters`: the LoRA adapters. `adapter_rank`: the largest rank that an adapter may have.
     - `adapter_slots`: how many adapters run at the same time. 0 means that requests may use no adapters.
     """
@@ -547,6 +552,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterInfo] = []
     adapter_slots: int = 0
     adapter_rank: int = 0
+    encoder_tokens: int = 0
+    decoder_tokens: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
