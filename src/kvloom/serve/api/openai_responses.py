@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from base64 import b64decode
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -302,13 +303,9 @@ def _document(part: dict[str, Any], where: str) -> dict[str, Any]:
 def _file(part: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a text file as a document. Raises ApiError for a file that is not a text in the request."""
     data = part.get("file_data")
-    found = TEXT_FILE.match(data) if isinstance(data, str) else None
-    try:
-        if found is not None:
-            text = b64decode(data[found.end() :], validate=True).decode()
-            return {"type": "document", "text": text}
-    except ValueError:
-        pass
+    if isinstance(data, str) and (found := TEXT_FILE.match(data)) is not None:
+        with suppress(ValueError):  # not base64, or not UTF-8
+            return {"type": "document", "text": b64decode(data[found.end() :], validate=True).decode()}
     raise bad_request(
         f"{where}: an input_file must be a text in UTF-8: send file_data "
         '"data:text/plain;base64,DATA", or a part of type document with the text',
