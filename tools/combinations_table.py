@@ -38,8 +38,8 @@ def matrix_tables() -> str:
     for pair, key in EXCLUDED.items():
         (a, x), (b, y) = sorted(pair, key=lambda level: order.index(level[0]))
         pairs.setdefault((a, b, key), {}).setdefault(x, []).append(y)
-    for (a, b, key), levels in pairs.items():
-        first, second = ", ".join(levels), ", ".join(next(iter(levels.values())))
+    for (a, b, key), found in pairs.items():
+        first, second = ", ".join(found), ", ".join(next(iter(found.values())))
         lines.append(f"| {a} {first}; {b} {second} | {_text(REFUSED[key].text)} |")
     return "\n".join(lines) + "\n"
 
@@ -52,7 +52,7 @@ def main() -> int:
     text = FILE.read_text(encoding="utf-8")
     for name, content in (("refused", table()), ("matrix", matrix_tables())):
         place = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-        text = place.sub(lambda _, content=content: content, text)
+        text = place.sub(content.replace("\\", r"\\"), text)
     FILE.write_text(text, encoding="utf-8")
     return 0
 
