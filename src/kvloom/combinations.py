@@ -124,6 +124,13 @@ REFUSED = {
         "keys and values of cross attention",
         "{layer} reads images, whose pages requests with other adapters share: target other layers",
     ),
+    "lora, cross-attention layer": Refused(
+        "engine",
+        "LoRA adapters",
+        "other layers of cross attention",
+        "{layer} computes only the tokens that see an image, and adapters are added to all tokens of a step: target other "
+        "layers",
+    ),
     "lora, vision": Refused(
         "engine",
         "LoRA adapters",

@@ -22,4 +22,5 @@ def test_quality_and_speed_are_measured(capsys: pytest.CaptureFixture[str]) -> N
     assert rows[1, "first"]["same"] == 1
     assert rows[0, "first"]["kl"] > 1e-4
     assert rows[0.5, "first"]["seconds"] > 0
+    assert 0 <= report["answers_without_documents"] < rows[1, "first"]["answers"] <= 1
     assert documents.main(["--shares", "0", "--documents", "2", "--tokens", "64", "no-such-model"]) == 2

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["all_pairs", "pairs_of"]
+__all__ = ["Case", "Pair", "all_pairs", "pairs_of"]
 
 Case = dict[str, str]
 Pair = frozenset[tuple[str, str]]

@@ -290,6 +290,19 @@ def test_without_the_setting_marks_have_no_effect() -> None:
     closed(engine)
 
 
+@pytest.mark.parametrize("budget", [16, 400])
+def test_rotations_are_found_although_rounding_changes_experts(budget: int) -> None:
+    engine = reusing(model_of("deepseek_v3"), kv_dtype="fp8", token_budget=budget)
+    assert ask(engine).reused_tokens == 153
+    closed(engine)
+
+
+def test_quantised_keys_that_cannot_move_are_refused() -> None:
+    for kv_dtype in ("int8", "fp8"):
+        with pytest.raises(ValueError, match=REFUSED["gpt2"]):
+            reusing(tiny("gpt2"), kv_dtype=kv_dtype)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_whose_keys_cannot_move_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[family]):

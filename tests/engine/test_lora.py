@@ -18,6 +18,7 @@ from kvloom.models.lora import AdapterError
 from kvloom.tiers.transfers import TransferConfig
 from tests.engines import make_engine
 from tests.models.lora_adapters import greedy, merged, write_adapter
+from tests.models.test_cross_attention import crossing
 from tests.models.zoo import tiny
 
 POOL = 1 << 22
@@ -396,6 +397,14 @@ def test_layers_that_modeling_code_does_not_call_are_refused(tmp_path: Path) -> 
     folder = write_adapter(tmp_path / "dt", model, ("dt_proj",))
     with pytest.raises(AdapterError, match="dt_proj is never called as a layer"):
         make_engine(model, POOL, lora={"dt": str(folder)})
+
+
+def test_layers_of_cross_attention_are_refused(tmp_path: Path) -> None:
+    model = crossing()
+    for name, reason in (("q_proj", "only the tokens that see an image"), ("v_proj", "reads images")):
+        folder = write_adapter(tmp_path / name, model, (name,), below="model.language_model.layers.1.")
+        with pytest.raises(AdapterError, match=reason):
+            make_engine(copy.deepcopy(model), POOL, lora={"one": str(folder)})
 
 
 # -- activated LoRA -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every pair of features at once: model family, source of the hit, dtype, speculation, samples, preemption, chunks,
-tenants and adapters. A covering array contains every pair, and random cases contain larger combinations.
+tenants, adapters, ranks and reused documents. A covering array contains every pair that is not refused, and random cases
+contain larger combinations.
 
 All requests of a case must give the tokens of a plain engine, which for exact dtypes are those of `generate()`.
 """
@@ -7,72 +8,36 @@ All requests of a case must give the tokens of a plain engine, which for exact d
 from __future__ import annotations
 
 import itertools
-import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvloom.core import CacheControl, Tenant
-from kvloom.engine import Engine, Request, SamplingParams
+from kvloom.combinations import REFUSED
+from kvloom.core import CacheControl, PoolLayout, Tenant
+from kvloom.engine import Engine, Request
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer
 from tests.engines import make_engine
-from tests.models.lora_adapters import greedy, merged, write_adapter
-from tests.models.zoo import tiny
 
-from .covering import all_pairs, pairs_of
-from .test_lora import TARGETS as LORA_TARGETS
-from .test_offload import PATIENT
+from .covering import Case, pairs_of
+from .feature_matrix import EXCLUDED, FACTORS, cases
+from .matrix_models import COPIED, KV_DTYPES, PREFIX, SHARE, Wanted, add, model_of, outputs, prompts
+from .test_offload import PATIENT, stored
+from .thread_ranks import context_engine, parallel_engine
 
-NEW = 8
-PREFIX = 64
-ROOMY, TIGHT = 1 << 22, 1 << 16
-TIGHT_POOLS = {"gemma3_text": 1 << 17, "qwen3_next": 1 << 18}  # their pages are larger
-FACTORS = {
-    "family": [
-        "llama",
-        "gemma3_text",
-        "qwen3_next",
-        "bamba",
-        "deepseek_v3",
-        "llama4_text",
-        "gpt_oss",
-        "gemma3n_text",
-    ],
-    "hit": ["none", "device", "host", "disk", "peer"],
-    "dtype": ["exact", "int8", "fp8"],
-    "speculate": ["off", "ngram", "suffix"],
-    "samples": ["1", "3"],
-    "pool": ["roomy", "tight"],
-    "chunk": ["16", "400"],
-    "tenant": ["none", "salted"],
-    "lora": ["none", "adapter"],
-}
-EXCLUDED: dict[frozenset[tuple[str, str]], str] = {}
-"""Pairs that are refused or impossible here, with the reason."""
-RANDOM_CASES = 12
-
-
-def cases() -> list[dict[str, str]]:
-    found = all_pairs(FACTORS, EXCLUDED)
-    rng = random.Random(7)
-    while len(found) < len(all_pairs(FACTORS, EXCLUDED)) + RANDOM_CASES:
-        case = {name: rng.choice(levels) for name, levels in FACTORS.items()}
-        if not pairs_of(case) & EXCLUDED.keys():
-            found.append(case)
-    return found
-
-
+LAYOUTS: dict[tuple[str, ...], PoolLayout] = {}
+"""The layout of the pages of a family, dtype, speculation and number of ranks."""
 CASES = cases()
 
 
-def name_of(case: dict[str, str]) -> str:
+def name_of(case: Case) -> str:
     return "-".join(case.values())
 
 
@@ -84,61 +49,9 @@ def test_the_cases_contain_every_pair() -> None:
             assert (pair in covered) != (pair in EXCLUDED), pair
 
 
-def prompts() -> list[list[int]]:
-    """Three prompts with a common prefix. Their ends repeat, so that lookups find drafts."""
-    rng = random.Random(3)
-    prefix = [rng.randrange(3, 60) for _ in range(PREFIX)]
-    return [prefix + [5 + place, 9, 11, 9, 11, 9][: 3 + place] for place in range(3)]
-
-
-def pool_of(case: dict[str, str]) -> int:
-    return ROOMY if case["pool"] == "roomy" else TIGHT_POOLS.get(case["family"], TIGHT)
-
-
-def params(samples: str = "1") -> SamplingParams:
-    """One greedy answer, or three drawn ones, which share the pages of the prompt."""
-    drawn = {"n": int(samples), "temperature": 1.0, "seed": 11} if samples != "1" else {"temperature": 0.0}
-    return SamplingParams(max_tokens=NEW, ignore_eos=True, **drawn)  # type: ignore[arg-type]
-
-
-@cache
-def model_of(family: str) -> Any:
-    return tiny(family)
-
-
-class References:
-    """The expected tokens of each family, dtype, adapter and number of samples, computed once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[tuple[str, ...], list[list[list[int]]]] = {}
-
-    def adapter(self, family: str) -> Path:
-        folder = self._folder / family
-        targets = LORA_TARGETS.get(family, ("q_proj", "o_proj"))
-        return folder if folder.exists() else write_adapter(folder, model_of(family), targets)
-
-    def tokens(self, family: str, dtype: str, lora: str, samples: str) -> list[list[list[int]]]:
-        """Return the tokens by prompt and sample."""
-        key = family, dtype, lora, samples
-        if key not in self._known:
-            model = model_of(family)
-            if lora != "none":
-                model = merged(model, self.adapter(family))
-            if dtype == "exact" and samples == "1":
-                self._known[key] = [[greedy(model, prompt, NEW)] for prompt in prompts()]
-            else:
-                engine = make_engine(deepcopy(model), 1 << 22, kv_dtype=None if dtype == "exact" else dtype)
-                requests = [engine.add(prompt, params(samples)) for prompt in prompts()]
-                engine.run()
-                self._known[key] = [[sample.output for sample in request.family] for request in requests]
-                engine.close()
-        return self._known[key]
-
-
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("adapters"))
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    return Wanted(tmp_path_factory.mktemp("matrix"))
 
 
 @contextmanager
@@ -152,62 +65,152 @@ def peer_memory() -> Iterator[str]:
         peer.close()
 
 
+def pool_bytes(case: Case, wanted: Wanted) -> int:
+    """Return the size of the pool. A tight pool has pages for less than two requests, and a roomy one for all requests
+    of a case."""
+    key = tuple(case[name] for name in ("family", "dtype", "speculate", "ranks"))
+    if key not in LAYOUTS:
+        names = ("speculate", "family", "dtype", "ranks")
+        plain = {name: levels[0] for name, levels in FACTORS.items()} | {name: case[name] for name in names}
+        engine = engine_of(plain, wanted, [], 1 << 22)
+        LAYOUTS[key] = engine.layout
+        engine.close()
+    layout = LAYOUTS[key]
+    slabs = -(-layout.slab_bytes_for(PREFIX + 16) // layout.slab_bytes) + len(layout.groups)
+    slabs += len(layout.of("state"))
+    return layout.slab_bytes * (slabs * 5 // 4 + 2 if case["pool"] == "tight" else 20 * slabs)
+
+
+def engine_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine:
+    """Return an engine with a pool of `pool` bytes and the settings of a case. Raises ValueError if they are refused."""
+    family = case["family"]
+    model = model_of(family)
+    settings: dict[str, Any] = {
+        "pool_bytes": pool,
+        "kv_dtype": KV_DTYPES[case["dtype"]],
+        "speculate": case["speculate"],
+        "token_budget": int(case["chunk"]),
+        "tiers": tiers,
+        "offload": PATIENT,
+        "tenants": [Tenant("t")],
+    }
+    if case["speculate"] == "draft":
+        settings["speculate"] = wanted.draft(family)
+    elif case["speculate"] == "head":
+        model, settings["speculate"] = wanted.head(family)
+    if case["lora"] != "none":
+        settings["lora"] = {"adapter": str(wanted.adapter(family))}
+    if case["documents"] == "reused":
+        settings["reuse_documents"] = SHARE
+    if case["ranks"] == "1":
+        return make_engine(deepcopy(model), **settings)
+    return (parallel_engine if case["ranks"] == "tensor" else context_engine)(model, 2, **settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_features_together(case: dict[str, str], references: References, tmp_path: Path) -> None:
+def test_features_together(case: Case, wanted: Wanted, tmp_path: Path) -> None:
+    run(case, wanted, tmp_path)
+
+
+def run(case: Case, wanted: Wanted, folder: Path) -> list[Request]:
+    """Let an earlier request fill the source of the hit, then send all prompts at once. Return their requests."""
+    asked = prompts(case["family"])
+    of_request: dict[str, Any] = {"tenant": "t" if case["tenant"] == "salted" else ""}
+    if case["lora"] != "none":
+        of_request["lora"] = case["lora"]
     with peer_memory() as peer:
-        tiers = {"host": ["host:8MiB"], "disk": [f"disk:{tmp_path / 'kv'}:64MiB"], "peer": [peer]}
-        settings: dict[str, Any] = {
-            "kv_dtype": None if case["dtype"] == "exact" else case["dtype"],
-            "speculate": case["speculate"],
-            "token_budget": int(case["chunk"]),
-            "tiers": tiers.get(case["hit"], []),
-            "offload": PATIENT,
-            "tenants": [Tenant("t")],
-        }
-        if case["lora"] != "none":
-            settings["lora"] = {"adapter": str(references.adapter(case["family"]))}
-
-        def engine() -> Engine:
-            return make_engine(deepcopy(model_of(case["family"])), pool_of(case), **settings)
-
-        first, control = engine(), CacheControl(tenant="t" if case["tenant"] == "salted" else "")
-        name = None if case["lora"] == "none" else case["lora"]
-        if case["hit"] != "none":
-            first.add(prompts()[0], params(), control, lora=name)
-            first.run()
-        if case["hit"] in ("disk", "peer"):
-            first.close()
-            first = engine()
-        elif case["hit"] == "host":
-            for place in range(12):  # other prompts evict the pages from the device
-                first.add([3 + place, *range(3, 60), *range(3, 45)], params())
-                first.run()
-        requests = [first.add(each, params(case["samples"]), control, lora=name) for each in prompts()]
-        first.run()
-        check(case, requests, references)
-        first.cache.check()
-        first.close()
+        urls = {"host": ["host:8MiB"], "disk": [f"disk:{folder / 'kv'}:64MiB"], "peer": [peer]}
+        tiers = urls.get(case["hit"], [])
+        pool = pool_bytes(case, wanted)
+        engine = engine_of(case, wanted, tiers, pool)
+        try:
+            if case["hit"] != "none":
+                add(engine, asked[0], case, "1", **of_request)
+                engine.run()
+            if case["hit"] in ("disk", "peer"):
+                engine.close()
+                engine = engine_of(case, wanted, tiers, pool)
+            elif case["hit"] == "host":
+                stored(engine)
+                evict_all(engine)
+            requests = [add(engine, one, case, case["samples"], **of_request) for one in asked]
+            engine.run()
+            check(case, requests, wanted)
+            engine.cache.check()
+        finally:
+            engine.close()
+    return requests
 
 
-def check(case: dict[str, str], requests: list[Request], references: References) -> None:
-    wanted = references.tokens(case["family"], case["dtype"], case["lora"], case["samples"])
-    for request, tokens in zip(requests, wanted, strict=True):
-        assert request.finish_reason == "length"
-        assert [sample.output for sample in request.family] == tokens
-    if (
-        case["hit"] == "none" or case["pool"] == "tight"
-    ):  # requests in a tight pool may have evicted the pages
+def evict_all(engine: Engine) -> None:
+    """Evict all cached pages: allocate all pages of the pool, and free them."""
+    cache, sequences = engine.cache, []
+    for count in (96, 16):
+        tokens, is_full = np.full(count, 5, np.int32), False
+        while not is_full:
+            sequence = cache.open(cache.match(tokens, CacheControl(read=False, store=False)))
+            is_full = bool(sequence.extend(count))
+            sequences.append(sequence)
+    for sequence in sequences:
+        sequence.close()
+
+
+def check(case: Case, requests: list[Request], wanted: Wanted) -> None:
+    exact = wanted.tokens(case | {"documents": "none"})
+    for request, tokens, computed in zip(requests, wanted.tokens(case), exact, strict=True):
+        assert {sample.finish_reason for sample in request.returned_samples} == {"length"}
+        if case["documents"] == "reused" and case["pool"] == "tight":
+            # If pages are missing, a document or its end is computed.
+            is_clear = request.reused_tokens in (0, COPIED)
+            if is_clear and not any(sample.preemptions for sample in request.family):
+                assert outputs(request) == (tokens if request.reused_tokens else computed)
+        else:
+            assert outputs(request) == tokens
+    # Requests in a tight pool may have evicted the pages.
+    if case["hit"] == "none" or case["pool"] == "tight":
         return
     assert any(request.cached_tokens for request in requests)
-    if case["hit"] in ("disk", "peer"):
+    if case["hit"] in ("host", "disk", "peer"):
         assert sum(request.hits.get(case["hit"], 0) for request in requests) > 0
+    if case["documents"] == "reused":
+        assert all(request.reused_tokens == COPIED for request in requests)
 
 
-def test_a_tight_pool_preempts() -> None:
+@pytest.mark.few(8)
+@pytest.mark.parametrize("pair", EXCLUDED, ids=lambda pair: "-".join(level for _, level in sorted(pair)))
+def test_a_refused_pair_is_refused_with_its_reason(pair: frozenset[tuple[str, str]], wanted: Wanted) -> None:
+    """The other features have their default values."""
+    case = {name: levels[0] for name, levels in FACTORS.items()} | {"pool": "roomy"} | dict(pair)
+    text = "".join(".*" if part is None else re.escape(part) for part in _parts(REFUSED[EXCLUDED[pair]].text))
+    tiers = {"host": ["host:1MiB"], "disk": ["disk:nowhere:1MiB"], "peer": ["peer://127.0.0.1:1"]}
+    with pytest.raises(ValueError, match=text):
+        start(case, wanted, tiers.get(case["hit"], []))
+
+
+def start(case: Case, wanted: Wanted, tiers: list[str]) -> None:
+    """Start an engine and queue a prompt."""
+    engine = engine_of(case, wanted, tiers, 1 << 22)
+    try:
+        add(engine, prompts(case["family"])[0], case, "1")
+    finally:
+        engine.close()
+
+
+def _parts(text: str) -> Iterator[str | None]:
+    """Return the fixed parts of an error's text, and None for each value."""
+    for place, part in enumerate(re.split(r"\{[^}]*\}", text)):
+        if place:
+            yield None
+        yield part
+
+
+def test_a_tight_pool_preempts(wanted: Wanted) -> None:
     for family in ("llama", "deepseek_v3", "gpt_oss"):
-        engine = make_engine(deepcopy(model_of(family)), TIGHT)
-        requests = [engine.add(prompt, params("3")) for prompt in prompts()]
+        case = {name: levels[0] for name, levels in FACTORS.items()} | {"pool": "tight", "chunk": "400"}
+        case["family"] = family
+        engine = engine_of(case, wanted, [], pool_bytes(case, wanted))
+        requests = [add(engine, prompt, case, "3") for prompt in prompts(family)]
         engine.run()
         assert sum(sample.preemptions for request in requests for sample in request.family) > 0
         engine.close()

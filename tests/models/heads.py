@@ -14,7 +14,7 @@ from kvloom.models.loading import load
 
 from .zoo import config_of, tiny
 
-__all__ = ["MTP_FAMILIES", "EagleReference", "Reference", "save_eagle", "save_mtp"]
+__all__ = ["MTP_FAMILIES", "EagleReference", "Reference", "save_eagle", "save_mtp", "write_eagle"]
 
 LAYERS, DAMPING = 4, 0.03
 ONE_LAYER: dict[str, dict[str, Any]] = {
@@ -145,6 +145,14 @@ def save_eagle(
     damped(tiny(family, num_hidden_layers=6, **(sizes or {})), alike).save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    write_eagle(path / "eagle", output, alike, sizes, **fields)
+    return load(str(path), torch.float32, "cpu")[0]
+
+
+def write_eagle(
+    folder: Path, output: torch.Tensor, alike: bool = True, sizes: dict[str, Any] | None = None, **fields: Any
+) -> None:
+    """Write an EAGLE-3 head in the public layout. `output` is the output matrix of its target. See `save_eagle`."""
     config = config_of("llama", num_key_value_heads=4, **(sizes or {})).to_dict()
     size, inner = config["hidden_size"], config["intermediate_size"]
     gen = torch.Generator().manual_seed(3)
@@ -171,8 +179,8 @@ def save_eagle(
         "midlayer.mlp.up_proj.weight": noise(inner, size),
         "midlayer.mlp.down_proj.weight": noise(size, inner),
     }
-    (path / "eagle").mkdir()
-    save_file({name: x.contiguous() for name, x in weights.items()}, path / "eagle" / "model.safetensors")
+    folder.mkdir(parents=True)
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors")
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -180,8 +188,7 @@ def save_eagle(
         "max_position_embeddings": 32,  # as in public folders, less than that of the target
         **fields,
     }
-    (path / "eagle" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return load(str(path), torch.float32, "cpu")[0]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 class EagleReference:

@@ -14,8 +14,11 @@ from torch import nn
 __all__ = ["adapter_layers", "greedy", "merged", "write_adapter"]
 
 
-def adapter_layers(model: Any, targets: tuple[str, ...], below: str = "") -> dict[str, nn.Linear]:
-    """The linear layers of a model whose last name is one of `targets`, by full name, which begins with `below`."""
+def adapter_layers(
+    model: Any, targets: tuple[str, ...], below: str | tuple[str, ...] = ""
+) -> dict[str, nn.Linear]:
+    """The linear layers of a model whose last name is one of `targets`, by full name, which begins with `below`
+    (or one of them)."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -31,7 +34,7 @@ def write_adapter(
     rank: int = 4,
     alpha: float = 8.0,
     size: float = 0.2,
-    below: str = "",
+    below: str | tuple[str, ...] = "",
     **config: Any,
 ) -> Path:
     """Write an adapter with random weights, and return its folder."""

@@ -8,7 +8,7 @@ share of its tokens is computed again in the prompt. Quality is compared with a 
 | nats     | loss per token of the text that follows one of the documents in its file                         |
 | kl       | divergence from the distribution of the next token with all tokens computed, in nats             |
 | same     | share of equal most likely tokens                                                                |
-| answers  | share of values that are found: documents of 64 tokens contain functions that return a number    |
+| answers  | share of right tokens if the model repeats a passage of one of four documents of 64 tokens        |
 | seconds  | time to first token of the engine, with cached documents; on a CPU, the CPU time of the process  |
 
 Three rules choose the tokens that are computed again: the first tokens of each document, evenly spread tokens, or the
@@ -41,22 +41,8 @@ from kvloom.models.specs import folder_of
 
 __all__ = ["blended_logits", "main"]
 
-WORDS = (
-    "walrus",
-    "gzip",
-    "socket",
-    "parser",
-    "thread",
-    "buffer",
-    "header",
-    "module",
-    "string",
-    "number",
-    "object",
-    "window",
-)
-RETRIEVAL = 2, 64
-"""Number of documents of a retrieval, and tokens of each. The embedded model finds few values in longer prompts."""
+REPETITION = 4, 64, 16, 16
+"""Documents of a repetition, tokens of each, tokens of the repeated passage that are given, and tokens to find."""
 RULES = ("first", "even", "different")
 Spans = Sequence[tuple[int, int]]
 Alone = tuple[int, int, "_Recorder"]
@@ -136,8 +122,8 @@ def chosen(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt: its tokens, its documents, and the first token of the text whose loss is measured. `answer` is the value
-    to find, or empty."""
+    """A prompt: its tokens, its documents, and the first token of the text whose loss is measured. `answer` has the
+    tokens to find, or is empty."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -171,31 +157,19 @@ def continuation_cases(
     return found
 
 
-def retrieval_cases(
-    tokenizer: Any, cases: int, documents: int, tokens: int, draw: random.Random
+def repetition_cases(
+    tokenizer: Any, cases: int, documents: int, tokens: int, given: int, asked: int, draw: random.Random
 ) -> list[Case]:
-    """Return prompts with a function that returns a number in the middle of each document. The question is the first
-    lines of one of these functions."""
+    """Return prompts that end with a passage of one of their documents. The model sees the first `given` tokens of the
+    passage, and must find each of the `asked` tokens after them."""
     texts = texts_of(tokenizer, tokens)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     found = []
     for _ in range(cases):
-        names = draw.sample(WORDS, documents)
-        asks = [f"\n\n    def test_{name}(self):\n        return" for name in names]
-        values = [draw.randrange(10, 100) for _ in names]
-        pieces = []
-        for ask, value, ids in zip(asks, values, draw.sample(texts, documents), strict=True):
-            line = encode(f"{ask} {value}\n\n")
-            at = draw.randrange(len(ids) - tokens + 1)
-            piece, middle = ids[at : at + tokens - len(line)], (tokens - len(line)) // 2
-            pieces.append([*piece[:middle], *line, *piece[middle:]])
-        asked = draw.randrange(documents)
-        question = encode(asks[asked])
-        answer = encode(f"{asks[asked]} {values[asked]}\n")[len(question) : -1]
-        found.append(_case(tokenizer, pieces, question + answer, tuple(answer)))
+        starts = [(ids, draw.randrange(len(ids) - tokens + 1)) for ids in draw.sample(texts, documents)]
+        pieces = [ids[at : at + tokens] for ids, at in starts]
+        first = draw.randrange(tokens - given - asked + 1)
+        passage = pieces[draw.randrange(documents)][first : first + given + asked]
+        found.append(_case(tokenizer, pieces, passage, tuple(passage[given:])))
     return found
 
 
@@ -211,7 +185,7 @@ def _case(tokenizer: Any, pieces: list[list[int]], question: list[int], answer: 
 
 @torch.inference_mode()
 def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[dict[str, float]]:
-    """Return the figures of a case for each share and rule: answers of a retrieval, else nats, kl and same."""
+    """Return the figures of a case for each share and rule: answers of a repetition, else nats, kl and same."""
     ids = torch.tensor(case.ids, device=model.device)
     whole_prompt = _Recorder()
     exact = model(ids[None], past_key_values=whole_prompt, use_cache=True).logits[0].float()
@@ -221,8 +195,7 @@ def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[d
         computed = chosen(ids, alone, whole_prompt, share, rule)
         logits = blended_logits(model, ids, case.spans, computed, alone).float()
         if case.answer:
-            picked = logits[-len(case.answer) - 1 : -1].argmax(-1).tolist()
-            found.append({"answers": float(picked == list(case.answer))})
+            found.append({"answers": _right_tokens(logits, case)})
             continue
         part = slice(case.question, len(case.ids) - 1)
         mine, own = logits[part].log_softmax(-1), exact[part].log_softmax(-1)
@@ -234,6 +207,23 @@ def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[d
             }
         )
     return found
+
+
+def _right_tokens(logits: torch.Tensor, case: Case) -> float:
+    """Return the share of the answer's tokens that are the most likely ones."""
+    picked = logits[-len(case.answer) - 1 : -1].argmax(-1).tolist()
+    return statistics.fmean(a == b for a, b in zip(picked, case.answer, strict=True))
+
+
+@torch.inference_mode()
+def answers_without_documents(model: Any, cases: Sequence[Case]) -> float:
+    """Return the share of tokens of repetitions that the model finds without the documents. It guesses them."""
+    found = []
+    for case in cases:
+        first, last = case.spans[0][0], case.spans[-1][1]
+        ids = torch.tensor(case.ids[:first] + case.ids[last:], device=model.device)
+        found.append(_right_tokens(model(ids[None]).logits[0], case))
+    return statistics.fmean(found)
 
 
 def first_token_seconds(engine: Engine, case: Case) -> float:
@@ -299,7 +289,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.model} has no tokenizer: give --model a folder that has one")
     draw = random.Random(args.seed)
     cases = continuation_cases(tokenizer, args.cases, args.documents, args.tokens, args.question, draw)
-    found = retrieval_cases(tokenizer, 4 * args.cases, *RETRIEVAL, draw)
+    found = repetition_cases(tokenizer, 4 * args.cases, *REPETITION, draw)
     # All rules choose the same tokens if none or all are computed.
     ways = [(s, rule) for s in args.shares for rule in (args.rules if 0 < s < 1 else args.rules[:1])]
     figures: list[dict[str, list[float]]] = [{} for _ in ways]
@@ -311,6 +301,7 @@ def _bench(args: argparse.Namespace) -> int:
         {"share": share, "rule": rule, **{name: statistics.fmean(values) for name, values in sums.items()}}
         for (share, rule), sums in zip(ways, figures, strict=True)
     ]
+    guessed = answers_without_documents(model, found)
     model, _ = load(folder, "float32", args.device)  # engines change the attention of their model
     engines = {
         share: Engine(model, EngineConfig(pool_bytes=args.pool, reuse_documents=share))
@@ -331,7 +322,7 @@ def _bench(args: argparse.Namespace) -> int:
             row["speedup"] = base / row["seconds"]
     report = {
         "model": args.model, "cases": args.cases, "documents": args.documents, "tokens": args.tokens,
-        "seconds_without_reuse": base,
+        "seconds_without_reuse": base, "answers_without_documents": guessed,
     }  # fmt: skip
     print(json.dumps(report | {"rows": rows}, indent=2) if args.json else _table(report, rows))
     return 0
@@ -341,7 +332,8 @@ def _table(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{report['model']}: {report['cases']} prompts with {report['documents']} documents of {report['tokens']} tokens",
         f"time to first token without reuse: {1e3 * report['seconds_without_reuse']:.0f} ms",
-        "| computed | rule | nats | KL | same token | values found | time to first token | speed-up |",
+        f"repeated tokens found without documents: {report['answers_without_documents']:.0%}",
+        "| computed | rule | nats | KL | same token | repeated tokens found | time to first token | speed-up |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

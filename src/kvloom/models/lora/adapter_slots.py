@@ -215,6 +215,9 @@ def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     layers: dict[str, nn.Linear] = {}
     refusals: dict[str, str] = {}
+    cross = {
+        id(part) for layer in decoder.modules() if hasattr(layer, "cross_attn") for part in layer.modules()
+    }
     for owner_name, owner in decoder.named_modules():
         for name, layer in owner.named_children():
             if layer is output or not hasattr(layer, "in_features"):
@@ -226,6 +229,8 @@ def _find_layers(model: Any) -> tuple[dict[str, nn.Linear], dict[str, str]]:
                 refusals[full] = refused("lora, kv_b_proj", layer=full)
             elif "CrossAttention" in type(owner).__name__ and name in ("k_proj", "v_proj"):
                 refusals[full] = refused("lora, cross-attention", layer=full)
+            elif id(owner) in cross:
+                refusals[full] = refused("lora, cross-attention layer", layer=full)
             elif ".experts." in f".{full}.":
                 refusals[full] = refused("lora, experts", layer=full)
             else:

@@ -190,20 +190,23 @@ class MessagesBuilder(ChatResponse):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
-    def _usage(self, output: int) -> dict[str, int]:
+    def _usage(self, output: int) -> dict[str, Any]:
         """Return the token counts of a message in Anthropic's format.
 
-        Prompt tokens are divided into three counts: tokens read from the cache, computed tokens before the last
-        breakpoint ("creation"), and computed tokens after it.
+        Prompt tokens are divided into three counts: tokens read from the cache, other tokens before the last
+        breakpoint ("creation"), and other tokens after it. If tokens were copied from documents, their number and
+        `approximate` are added.
         """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
-        created = max(0, last - read)
+        created, reused = max(0, last - read), sum(self.usage.reused.values())
         return {
             "input_tokens": self.usage.prompt - read - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": read,
             "output_tokens": output,
+            **({"reused_input_tokens": reused} if reused else {}),
+            **self.usage.approximate(),
         }
 
 
@@ -358,6 +361,10 @@ class _Reader:
                 ):
                     self.messages.append({"role": role, "content": ""})
                 self._texts([block], at, "messages")
+            elif kind == "document" and role == "user":
+                if not place or not self.messages or self.messages[-1]["role"] != role:
+                    self.messages.append({"role": role, "content": ""})
+                self._document(block, at)
             elif kind == "image" and role == "user":
                 if not place or not self.messages or self.messages[-1]["role"] != role:
                     self.messages.append({"role": role, "content": ""})
@@ -388,20 +395,40 @@ class _Reader:
         """Append a text or blocks of text to the last message."""
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        text = text_of_parts(content, ("text",), where, param)
-        if isinstance(self.messages[-1]["content"], list):
-            self._parts().append({"type": "text", "text": text})
-            for block in content:
-                self._mark(block, where)
-            return
-        size = len(self.messages[-1]["content"])
-        self.messages[-1]["content"] += text
+        text_of_parts(content, ("text",), where, param)  # raises for other parts
         for block in content:
-            size += len(block["text"])
-            self._mark(block, where, size)
+            if isinstance(self.messages[-1]["content"], list):
+                self._parts().append({"type": "text", "text": block["text"]})
+            else:
+                self.messages[-1]["content"] += block["text"]
+            self._mark(block, where, self._characters())
+
+    def _document(self, block: dict[str, Any], where: str) -> None:
+        """Append a document to the last message, on lines of its own. Its title and context precede it."""
+        text, before = _document_text(block, where), self._text()
+        head = "" if not before or before.endswith("\n") else "\n"
+        for name in ("title", "context"):
+            if value := block.get(name):
+                head += f"{value}\n"
+        parts = self._parts()
+        if head:
+            parts.append({"type": "text", "text": head})
+        parts += [{"type": "document", "text": text}, {"type": "text", "text": "\n"}]
+        self._mark(block, where, self._characters())
+
+    def _text(self) -> str:
+        """Return the text of the last message so far."""
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+    def _characters(self) -> int | None:
+        """Return the number of characters of the last message so far, or None if it contains images."""
+        content = self.messages[-1]["content"]
+        has_images = isinstance(content, list) and any(part["type"] == "image_url" for part in content)
+        return None if has_images else len(self._text())
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the content of the last message as a list of parts, to which images can be added. If the content is a
+        """Return the content of the last message as a list of parts, to which images and documents can be added. If the content is a
         text, the text becomes the first part of a new list."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
@@ -434,6 +461,26 @@ class _Reader:
                 f"more than {MAX_BREAKPOINTS} blocks have cache_control: keep the last ones", "cache_control"
             )
         self.breakpoints.append(Breakpoint(len(self.messages), characters, TTL_SECONDS[ttl]))
+
+
+def _document_text(block: dict[str, Any], where: str) -> str:
+    """Return the text of a document block. Raises ApiError for a document without text, and for citations."""
+    source, citations = block.get("source"), block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
+        raise bad_request(f"{where}: answers have no citations: omit citations", "messages")
+    for name in ("title", "context"):
+        if not isinstance(block.get(name) or "", str):
+            raise bad_request(f"{where}: {name} must be a text", "messages")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "text" and isinstance(source.get("data"), str):
+        return str(source["data"])
+    if isinstance(source, dict) and kind == "content":
+        return text_of_parts(source.get("content"), ("text",), where, "messages")
+    raise bad_request(
+        f"{where}: documents of source {str(kind)[:64]!r} are not supported: send the source "
+        '{"type": "text", "media_type": "text/plain", "data": TEXT}',
+        "messages",
+    )
 
 
 def _image_url(block: dict[str, Any], where: str) -> str:

@@ -5,6 +5,10 @@ input items ──▶ messages of a chat ──▶ ChatEndpoint ──▶ pieces
 
 from __future__ import annotations
 
+import re
+from base64 import b64decode
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -32,6 +36,7 @@ PARAMS = {"messages": "input", "response_format": "text", "max_completion_tokens
 """Fields of a chat, and their names in the Responses API."""
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
+TEXT_FILE = re.compile(r"data:text/[\w.+-]+(;charset=utf-8)?;base64,", re.IGNORECASE)
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
@@ -154,6 +159,7 @@ class ResponsesBuilder(ChatResponse):
             "output_tokens": self.usage.completion,
             "output_tokens_details": {"reasoning_tokens": self._encoder.count_tokens(reasoning)},
             "total_tokens": self.usage.prompt + self.usage.completion,
+            **self.usage.approximate(),
         }
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
@@ -266,26 +272,54 @@ def _tools(given: Any) -> Any:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a message as a text or, if it contains images or audio, as a list of parts in the format
-    of chats."""
-    if not isinstance(content, list) or not any(_is_media(part) for part in content):
+    """Return the content of a message as a text or, if it contains images, audio or documents, as a list of parts in the
+    format of chats."""
+    if not isinstance(content, list) or not any(_kind(part) in PARTS for part in content):
         return text_of_parts(content, TEXT_PARTS, where, "input")
     return [
-        _media_part(part)
-        if _is_media(part)
+        PARTS[_kind(part)](part, where)
+        if _kind(part) in PARTS
         else {"type": "text", "text": text_of_parts([part], TEXT_PARTS, where, "input")}
         for part in content
     ]
 
 
-def _is_media(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
+def _kind(part: Any) -> str:
+    return str(part.get("type")) if isinstance(part, dict) else ""
 
 
-def _media_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "input_audio":
-        return {"type": "input_audio", "input_audio": part.get("input_audio")}
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": part.get("image_url")}
+
+
+def _audio(part: dict[str, Any], where: str) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": part.get("input_audio")}
+
+
+def _document(part: dict[str, Any], where: str) -> dict[str, Any]:
+    return {"type": "document", "text": text_of_parts([part], ("document",), where, "input")}
+
+
+def _file(part: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a text file as a document. Raises ApiError for a file that is not a text in the request."""
+    data = part.get("file_data")
+    if isinstance(data, str) and (found := TEXT_FILE.match(data)) is not None:
+        with suppress(ValueError):  # not base64, or not UTF-8
+            return {"type": "document", "text": b64decode(data[found.end() :], validate=True).decode()}
+    raise bad_request(
+        f"{where}: an input_file must be a text in UTF-8: send file_data "
+        '"data:text/plain;base64,DATA", or a part of type document with the text',
+        "input",
+    )
+
+
+PARTS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+    "input_image": _image,
+    "input_audio": _audio,
+    "input_file": _file,
+    "document": _document,
+}
+"""Content parts that are not plain text. The functions return them in the format of chats."""
 
 
 def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:

@@ -657,6 +657,11 @@ def _document_texts(messages: list[dict[str, Any]]) -> list[str]:
     return [text for part in parts if part.get("type") == "document" and (text := part["text"].strip())]
 
 
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a content without images and audio."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _text_parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
@@ -712,7 +717,7 @@ def chat_position(
     """
     part = [dict(message) for message in fields.messages[:messages]]
     if part and characters is not None:
-        part[-1]["content"] = part[-1]["content"][:characters]
+        part[-1]["content"] = _text_of(part[-1]["content"])[:characters]
     filler = {"role": "user", "content": ""}
     for some in (part, [*part, filler]):
         if not some:

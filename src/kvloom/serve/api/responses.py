@@ -38,13 +38,17 @@ class Usage:
     reused: dict[int, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        found = {
+        return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": self.prompt_details(),
+            **self.approximate(),
         }
-        return found | ({"approximate": True} if any(self.reused.values()) else {})
+
+    def approximate(self) -> dict[str, bool]:
+        """Return the field `approximate` if prompt tokens were copied from documents, otherwise nothing."""
+        return {"approximate": True} if any(self.reused.values()) else {}
 
     def prompt_details(self) -> dict[str, int]:
         """Return how many prompt tokens were cached, and how many were reused, if any."""
