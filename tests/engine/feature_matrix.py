@@ -56,10 +56,6 @@ _REFUSED: Sequence[tuple[str, Sequence[str], str, Sequence[str], str]] = (
     ("speculate", ("draft", "head"), "documents", ("reused",), "documents, draft"),
     ("ranks", ("tensor",), "documents", ("reused",), "documents, tensor parallel"),
     ("ranks", ("context",), "documents", ("reused",), "documents, context parallel"),
-    ("speculate", ("head",), "ranks", ("tensor",), "tensor parallel, head"),
-    ("speculate", ("draft", "head"), "ranks", ("context",), "context parallel, draft"),
-    ("hit", ("host", "disk", "peer"), "ranks", ("context",), "context parallel, tiers"),
-    ("lora", ("adapter",), "ranks", ("context",), "context parallel, lora"),
 )
 
 
