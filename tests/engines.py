@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom.engine import Engine, EngineConfig
+from kvloom.engine import Engine, EngineConfig, OffloadConfig
+from kvloom.tiers.transfers import TransferConfig
 
-__all__ = ["make_engine"]
+__all__ = ["PATIENT", "make_engine"]
+
+PATIENT = OffloadConfig(
+    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+)
+"""For pages that must be found, however busy the machine is."""
 
 
 def make_engine(

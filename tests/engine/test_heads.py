@@ -13,22 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.core import CacheControl
-from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
+from kvloom.engine import LLM, Engine, SamplingParams
 from kvloom.engine.speculation import DraftedRequest
 from kvloom.engine.speculation.controller import _TurnedOff
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import layer_views
-from kvloom.tiers.transfers import TransferConfig
 from tests.engine.test_speculation import ALL_KINDS, fixed, hits, results
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tests.models.heads import MTP_FAMILIES, EagleReference, Reference, save_eagle, save_mtp
 from tests.models.zoo import expected, tiny
 
 Recorded = list[tuple[list[int], list[int]]]
 GREEDY: dict[str, Any] = {"temperature": 0}
-PATIENT = OffloadConfig(
-    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-)
 
 
 def save(path: Path, family: str) -> tuple[Any, str]:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl, Tenant
-from kvloom.engine import LLM, Engine, OffloadConfig, Request, SamplingParams
+from kvloom.engine import LLM, Engine, Request, SamplingParams
 from kvloom.models.lora import AdapterError
-from kvloom.tiers.transfers import TransferConfig
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.models.test_cross_attention import crossing
 from tests.models.zoo import tiny
@@ -38,9 +37,6 @@ TARGETS = {
     "minimax": ("q_proj", "qkv_proj", "out_proj", "output_gate"),
     "lfm2": ("in_proj", "out_proj", "q_proj", "w1", "w2", "w3"),
 }
-PATIENT = OffloadConfig(
-    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-)
 
 
 def params(new: int = NEW, **fields: Any) -> SamplingParams:

@@ -24,15 +24,11 @@ from kvloom.tiers.transfers import (
     TransferConfig,
     unavailable_tier as away,
 )
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
 KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
-PATIENT = OffloadConfig(
-    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-)
-"""For pages that must be found, however busy the machine is."""
 QUICK = OffloadConfig(
     load="always",
     deadline_seconds=(0.2, 0.2),

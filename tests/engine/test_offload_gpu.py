@@ -13,17 +13,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kvloom.engine import Engine, OffloadConfig, SamplingParams
-from kvloom.tiers.transfers import TransferConfig
-from tests.engines import make_engine
+from kvloom.engine import Engine, SamplingParams
+from tests.engines import PATIENT, make_engine
 
 from .test_batch_invariance_gpu import made
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PATIENT = OffloadConfig(
-    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-)
-"""Waits for pages however busy the machine is."""
 
 
 def prompts_of(seed: str, *sizes: int) -> list[list[int]]:

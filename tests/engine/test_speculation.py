@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine import Engine, OffloadConfig, SamplingParams
+from kvloom.engine import Engine, SamplingParams
 from kvloom.engine.speculation import (
     Controller,
     DraftedRequest,
@@ -27,9 +27,8 @@ from kvloom.models.paged import Work
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer
-from kvloom.tiers.transfers import TransferConfig
 from tests.engine.made_tokenizers import byte_level
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tests.models.zoo import expected, tiny
 
 FAMILIES = [
@@ -43,9 +42,6 @@ FAMILIES = [
     "qwen3_next",
     "jamba",
 ]
-PATIENT = OffloadConfig(
-    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
-)
 
 
 class Oracle:

@@ -13,11 +13,11 @@ from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvloom.engine import Engine, OffloadConfig, SamplingParams
+from kvloom.engine import Engine, SamplingParams
 from kvloom.models.loading import refusal
 from kvloom.models.paged import install, runs_separately
 from kvloom.models.specs import ModelError
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tools import families_table
 
 from .tiny_families import EVERY
@@ -113,7 +113,7 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
         engine.close()
         return hits
 
-    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": OffloadConfig(load="always")}
+    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": PATIENT}
     assert same(make_engine(model, POOL, **kept)) == 0
     assert same(make_engine(model, POOL, **kept)) >= 32  # found on disk
     same(make_engine(model, POOL, token_budget=9))
