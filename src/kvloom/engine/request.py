@@ -111,6 +111,7 @@ class Request:
     | `inflight_tokens`                 | number of sampled tokens that are not on the host yet                     |
     | `sequence`                        | its sequence in the cache while it runs; None while it waits              |
     | `queued_prefix`                   | the cached pages that are protected for it while it waits                 |
+    | `next_block_hash`                 | the hash of the first block after `queued_prefix`                         |
     | `uncached`                        | true: it neither reads nor adds cached pages                              |
     | `looked_in_tiers`                 | number of cached tokens at its last lookup in tiers                       |
     | `tier_miss`                       | where the pages in tiers end, and why                                     |
@@ -166,6 +167,7 @@ class Request:
     is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
+    next_block_hash: int = 0
     tier_miss: Miss | None = None
     preemptions: int = 0
     tokens_when_preempted: int = 0

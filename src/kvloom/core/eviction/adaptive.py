@@ -154,6 +154,8 @@ class Adaptive:
     # -- priorities -----------------------------------------------------------------------------
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        if entry.users:  # nothing is known about them before their requests end
+            return (2.0, entry.last_used)
         history = entry.history
         age = now - entry.last_used
         if not isinstance(history, Visit) or not history.open or self._is_lru(entry, age):
@@ -165,7 +167,7 @@ class Adaptive:
     def review(self, entry: Entry, now: float) -> float:
         history = entry.history
         age = now - entry.last_used
-        if not isinstance(history, Visit) or not history.open or self._is_lru(entry, age):
+        if entry.users or not isinstance(history, Visit) or not history.open or self._is_lru(entry, age):
             return math.inf  # its priority is constant
         stratum, level = self._placed if entry is self._asked else self._place(entry, history)
         self._asked = None

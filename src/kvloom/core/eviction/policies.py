@@ -64,6 +64,10 @@ class Entry(ABC):
         "wanted_by",
     )
 
+    users = 0
+    """Number of open sequences that resumed at the entry or took it. Only checkpoints count their users. Other entries
+    cannot be evicted while a sequence uses them."""
+
     def __init__(self, serial: int, now: float, priority: int = 0, expires: float | None = None) -> None:
         self.serial = serial
         self.created = now

@@ -122,7 +122,7 @@ class Root(Node):
 class Checkpoint(Entry):
     """A resumable position in `node`. If the model has states, the checkpoint has a state snapshot."""
 
-    __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states")
+    __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states", "users")
 
     def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
         super().__init__(serial, now, node.priority, node.expires)
@@ -132,6 +132,7 @@ class Checkpoint(Entry):
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # number of pins of this checkpoint
+        self.users = 0
         self.is_offloaded = False  # whether its states were passed to the offload listener
 
     @property

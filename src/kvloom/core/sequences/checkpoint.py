@@ -66,6 +66,7 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
         live = table.states[:, seq.row][None].copy()
         taken = tree.checkpoint(node, position, copy.copy(), now)
         if taken is not None:
+            seq.use_checkpoint(taken)
             account.retain(state.states.retain(live))
             state.copy_rows(account, state.states, live, copy)
         state.release(node.account, state.states, copy)

@@ -76,6 +76,7 @@ def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: f
     seq.state_source = checkpoint.states.copy()
     seq.source_account = checkpoint.node.account
     seq.source_account.retain(state.states.retain(seq.state_source))
+    seq.use_checkpoint(checkpoint)
     checkpoint.hits += 1
     checkpoint.ended = False
     seq.source_account.queue.policy.on_hit(checkpoint, now)
@@ -231,6 +232,11 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
         passed = passed.parent
     if is_observed and node is not seq.node:
         tree.requeue(node, now)
+    for checkpoint in seq.used_checkpoints:
+        checkpoint.users -= 1
+        if not checkpoint.users and checkpoint.queued is not None:
+            checkpoint.node.account.queue.push(checkpoint, now)  # its priority may fall
+    seq.used_checkpoints = []
     for window, first in enumerate(firsts):
         tree.queue_unneeded_range(node, window, first, length // state.block_tokens)
     tree.unlock(seq.node, now)

@@ -19,7 +19,7 @@ from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.block_tables import BlockTables
 from kvloom.core.pool.page_pool import Ids
 from kvloom.core.prefix.multimodal import Media, MediaRun
-from kvloom.core.prefix.node import Node, Root
+from kvloom.core.prefix.node import Checkpoint, Node, Root
 from kvloom.core.prefix.owners import BlockOwners
 from kvloom.core.state import CacheState
 
@@ -98,6 +98,7 @@ class Sequence:
         "shared_tail",
         "source_account",
         "state_source",
+        "used_checkpoints",
     )
 
     def __init__(
@@ -131,6 +132,12 @@ class Sequence:
         self.media_runs: dict[bytes, MediaRun | Ids] = {}
         self.finish_reason: str | None = None  # "tool_calls", "stop", …: an input of learning policies
         self.history: ReuseHistory | None = None  # record of a learning policy
+        self.used_checkpoints: list[Checkpoint] = []  # at which it resumed, or which it took
+
+    def use_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Count this sequence as a user of a checkpoint until it is closed."""
+        checkpoint.users += 1
+        self.used_checkpoints.append(checkpoint)
 
     def __repr__(self) -> str:
         state = f"row {self.row}, {self.length} tokens" if self.open else "closed"

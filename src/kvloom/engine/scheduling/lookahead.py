@@ -37,6 +37,8 @@ class Lookahead:
         self._cache, self._queue, self._match = cache, queue, match
         # Prefixes that end at the announced checkpoints, by length.
         self._announced: dict[int, set[NextBlock | None]] = {}
+        # Protected requests, by the hash of the first block that was not cached, and then by `id`.
+        self._protected: dict[int, dict[int, Request]] = {}
 
     def protect_queued(self) -> None:
         """If few slabs are free, let the cache evict pages of queued requests last."""
@@ -44,21 +46,37 @@ class Lookahead:
             return
         for request in self._queue.nearest(MAX_PROTECTED):
             if request.queued_prefix is None and not request.inflight_tokens:
-                request.queued_prefix = self._cache.protect_queued(self._match(request), request.rank)
+                self._protect(request)
 
     def chunk_published(self, request: Request, start: int) -> None:
-        """Record that a running prompt has published the pages of a chunk, which begins at `start`. Queued requests
-        that share this part of the prompt are protected again in the next step, with the new pages."""
-        block = self._cache.block_tokens
-        for other in self._queue.nearest(MAX_COMPARED):
-            if other.queued_prefix is not None and common_prefix(request, other, start, block):
+        """Record that a running prompt has published the pages of a chunk, which begins at `start`. Protect these pages,
+        too, for queued requests that share this part of the prompt. Otherwise the next allocation could evict them,
+        because a policy may evict pages first that were used once."""
+        if self._protected:
+            for other in [*self._protected.get(self._next_block_hash(request, start), {}).values()]:
                 self.unprotect(other)
+                self._protect(other)
+
+    def _protect(self, request: Request) -> None:
+        match = self._match(request)
+        request.queued_prefix = self._cache.protect_queued(match, request.rank)
+        request.next_block_hash = self._next_block_hash(request, match.matched)
+        self._protected.setdefault(request.next_block_hash, {})[id(request)] = request
 
     def unprotect(self, request: Request) -> None:
         """End the protection of a request's pages, because it was admitted or has finished."""
         if request.queued_prefix is not None:
             self._cache.unprotect(request.queued_prefix)
             request.queued_prefix = None
+            same = self._protected[request.next_block_hash]
+            del same[id(request)]
+            if not same:
+                del self._protected[request.next_block_hash]
+
+    def _next_block_hash(self, request: Request, start: int) -> int:
+        """Return a number for the block of a request that contains token `start`. Requests that share all tokens up to
+        the end of this block have the same number."""
+        return hash(next_block_of(request, start, self._cache.block_tokens))
 
     def request_checkpoints(self, request: Request) -> None:
         """Request checkpoints of a running prompt at the positions where queued requests diverge from it. Call this

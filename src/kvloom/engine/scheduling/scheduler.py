@@ -48,7 +48,7 @@ Each combination of tenant and adapter has a root, and each root costs a tree wa
 """
 MAX_PROMPT_LOGPROBS = 256
 """Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
-MAX_DEFERRED = 32
+MAX_DEFERRED = 256
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
 costs a match."""
 MAX_WITHOUT_SLOT = 256
