@@ -264,8 +264,9 @@ class KVCache:
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each open sequence in `rows`, which contains row numbers. Each sequence may be
-        listed only once. The cost grows with the number of sequences that fill a block."""
+        """Commit one token for each of several open sequences. `rows` contains their row numbers in the block tables
+        (`Sequence.row`), each at most once. `tokens` has one token id per row. The time of the call grows with the
+        number of sequences that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:

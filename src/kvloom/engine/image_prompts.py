@@ -102,7 +102,7 @@ def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
 
 
 def _rate(processor: Any) -> int:
-    """Return the sampling rate of a model."""
+    """Return the sampling rate of the audio that a model takes, in Hz. The rate is 16,000 if the processor has none."""
     for part in ("feature_extractor", "audio_processor"):
         rate = getattr(getattr(processor, part, None), "sampling_rate", None)
         if rate:

@@ -163,7 +163,8 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each with one reference. If fewer pages are free, return None and change nothing.
+        """Return `n` free pages of the size class with index `cls`, each with one reference. If fewer pages are free,
+        return None and change nothing.
 
         If slabs have several pages, free pages in the slab of page `near` are taken first. After that, while many slabs
         are free, pages come from free slabs. If few slabs are free, partly used slabs are filled.
@@ -243,8 +244,8 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one reference to each page. The pages must be cached or in use. Returns how many pages were not in
-        use before."""
+        """Add one reference to each page. `cls` is the index of the size class of the pages. The pages must be cached
+        or in use. Returns how many of them were cached before, and are now in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -252,8 +253,9 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
-        free."""
+        """Remove one reference of a sequence, pin or transfer from each page. `cls` is the index of the size class of
+        the pages. Returns two numbers: the pages that were in use and are now cached or free, and how many of these
+        pages are free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle

@@ -224,9 +224,10 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are loaded.
-        Does not start a load. The seconds are 0 if no load was measured. Returns None while the tiers look up the
-        pages. If host memory is the only tier, the call makes a load plan.
+        """Return how many tokens after `match` can be loaded from tiers, and the estimated seconds until these tokens
+        are loaded. The seconds are 0 until the first load has been timed. The call looks up pages, but loads none.
+        Returns None if the request has a load job whose lookup in tiers is not complete. Without a load job, the call
+        looks only in host memory.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0

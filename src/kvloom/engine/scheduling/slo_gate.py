@@ -232,8 +232,9 @@ class SloGate:
 
 
 def _seconds_left(request: Request, now: float) -> float:
-    """Return the seconds until the first token of a waiting request is due. Return infinity if the request has no TTFT
-    objective, or if it has a deadline: its TTFT then counts from the end of its wait."""
+    """Return the seconds until the first token of a waiting request is due, according to its TTFT objective. Return
+    infinity if the request has no TTFT objective. Also return infinity if the request has a deadline. Such a request
+    may wait, and its TTFT is counted only from the end of the wait."""
     slo = request.slo
     if slo is None or slo.objective.ttft_ms is None or slo.objective.deadline_ms is not None:
         return math.inf

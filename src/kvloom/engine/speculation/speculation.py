@@ -1,7 +1,8 @@
 """Speculation of one engine: requests drafts from the proposers, and counts proposed and accepted tokens.
 
 The next step is scheduled only after a step with drafts has finished, because the next input of a request depends on
-its accepted tokens. The same holds for steps with grammars or penalties.
+its accepted tokens. After a step with grammars or penalties, the next step is also scheduled only when the step has
+finished.
 """
 
 from __future__ import annotations
