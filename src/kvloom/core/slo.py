@@ -98,9 +98,9 @@ class StepSize:
 class StepTimes:
     """Estimates the seconds of a step: a constant, plus a part for each of the four numbers of its `StepSize`.
 
-    The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less
-    weight. No coefficient is negative, so more work never takes less time. `observe` repeats the fit at every early
-    step, and later every SOLVE_STEPS steps. A call without a fit costs about 10 µs."""
+    The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less weight.
+    No coefficient is negative, so more work never takes less time. `observe` repeats the fit at every early step, and
+    later every SOLVE_STEPS steps. A call without a fit takes about 10 µs."""
 
     FADE = 0.995
     SOLVE_STEPS = 16

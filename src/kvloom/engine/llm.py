@@ -100,8 +100,8 @@ class Delta:
 
 
 class LLM:
-    """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging
-    Face model.
+    """A model and its engine. `model` is a folder, a hub id, the name of a small model that the package contains (such
+    as `kvloom-llama`), or a loaded Hugging Face model.
 
     | argument                         | meaning                                                                   |
     |----------------------------------|---------------------------------------------------------------------------|

@@ -260,7 +260,8 @@ class _Worker:
         return PromptWork(tokens, output, job.request.prompt_tokens)
 
     def predict(self, own: PromptWork, now: float) -> Prediction | None:
-        """Predict the times of a new request. Returns None until enough steps are measured."""
+        """Predict the times of a new request. `own` is the work of its prompt. Returns None until enough steps are
+        measured."""
         prompts = [
             self.work(job, job.request.prompt_tokens - job.computed)
             for job in self.running
@@ -730,7 +731,8 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request of the trace as a job, with the tokens that represent its prompt in the simulated cache.
+    """Return a request of the trace as a job, with the tokens that represent its prompt in the simulated cache. `at` is
+    the time at which the request arrives, in seconds.
 
     All tokens of a whole block have the same id: the number of the block. The tokens of the partial last block have an
     id that no other request has.

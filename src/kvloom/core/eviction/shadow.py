@@ -34,7 +34,7 @@ switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. 
 
 
 class ShadowLRU:
-    """Compares the hits of a policy with the hits of LRU. Every call costs O(log BUCKETS) or less."""
+    """Compares the hits of a policy with the hits of LRU. Every call takes O(log BUCKETS) time or less."""
 
     def __init__(self) -> None:
         self.capacity = 0

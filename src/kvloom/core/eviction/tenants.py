@@ -148,7 +148,8 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as no longer in use. `freed` of these bytes become free, and the others stay cached."""
+        """Count the release of pages that were in use. Of `idle` bytes in total, `freed` bytes are now free, and the
+        others are cached."""
         self.in_use -= idle
         self.used -= freed
 

@@ -27,7 +27,8 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions at which a plan queries the tiers for a snapshot. Each position costs one hash."""
+"""Largest number of positions at which a plan queries the tiers for a snapshot. For each position, one hash is
+computed."""
 LAST_ROUND = 16
 
 

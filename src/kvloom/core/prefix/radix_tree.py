@@ -29,8 +29,8 @@ Retention = tuple[int, float | None]
 
 
 class RadixTree(Checkpoints):
-    """The radix tree. The cost of a walk grows with the nodes passed and the bytes compared. The cost of a split or
-    trim grows with the size of the node.
+    """The radix tree. The time of a walk grows with the number of nodes passed and of bytes compared. The time of a
+    split or trim grows with the size of the node.
     """
 
     def __init__(

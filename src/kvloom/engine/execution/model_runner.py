@@ -57,7 +57,7 @@ __all__ = ["Mirror", "ModelRunner", "graph_sizes"]
 
 
 MIN_SHARERS = 4
-"""Smallest number of sequences for which a search for shared pages is worth its cost."""
+"""Smallest number of sequences for which a search for shared pages saves more time than it takes."""
 
 
 def graph_sizes(rows: int) -> list[int]:

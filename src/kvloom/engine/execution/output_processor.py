@@ -45,8 +45,8 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Wait for the tokens of a step and apply them to its requests. Return the requests that were unfinished
-        before this call.
+        """Wait for the tokens of a step and apply them to its requests. Return the requests of the step that had not
+        finished before this call.
 
         `launched_since` is the work of the next step, if it is already launched. Also waits up to MASK_SECONDS for
         grammar masks.

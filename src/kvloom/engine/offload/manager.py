@@ -62,7 +62,8 @@ _COMPUTE = Decision(Action.COMPUTE)
 
 
 def _innermost(place: OpenTier) -> Tier:
-    """Return the tier that stores the pages, without the tiers that wrap it to convert pages."""
+    """Return the tier that stores the pages of the opened tier `place`, without the tiers that wrap it to convert
+    pages."""
     tier: Tier = place.tier
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
@@ -206,7 +207,8 @@ class OffloadManager:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
         If another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Otherwise does nothing if
-        host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs. Costs a match and a load plan.
+        host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs. Takes as long as a match and a load
+        plan.
 
         `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first.
         """
@@ -244,7 +246,7 @@ class OffloadManager:
 
         Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
         otherwise. The call may publish loaded pages in the cache, so the caller must match again if `cache.version`
-        changed. If no tier has a page, the call costs a dictionary lookup.
+        changed. If no tier has a page, the call takes only as long as a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:

@@ -383,7 +383,8 @@ class Grammars:
         self._count = 0
 
     def compile(self, kind: StructureKind, text: str) -> Grammar:
-        """Return the compiled grammar of `text`, cached for later requests. Waits until it is compiled.
+        """Return the compiled grammar of `text`, cached for later requests. Waits until it is compiled. `kind` is the
+        language of `text`, such as a regular expression or a JSON schema.
 
         Raises ValueError if the text is invalid, uses a feature that the library cannot enforce, or exceeds a limit."""
         grammar = self.begin(kind, text)
@@ -393,8 +394,8 @@ class Grammars:
         return grammar
 
     def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
-        """Start to compile a grammar and return it. Does not wait. Call `poll` until the grammar is ready. Raises
-        GrammarBusyError if too many grammars wait.
+        """Start to compile the grammar of `text` and return it. The arguments are those of `compile`. Does not wait.
+        Call `poll` until the grammar is ready. Raises GrammarBusyError if too many grammars wait.
         """
         # Tenants do not share grammars. Otherwise the time of a request would reveal that another tenant uses one.
         digest = hashlib.sha256(f"{kind}:{tenant}\0{text}".encode("utf-8", "surrogatepass")).digest()

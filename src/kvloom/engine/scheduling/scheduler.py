@@ -44,13 +44,13 @@ __all__ = ["Scheduled", "Scheduler"]
 UNKNOWN = np.array([-1])
 MAX_ROOTS = 64
 """A miss is compared with the cached prefixes of other tenants only if the radix tree has at most this many roots.
-Each combination of tenant and adapter has a root, and each root costs a tree walk.
+Each combination of tenant and adapter has a root, and each root needs a walk over its tree.
 """
 MAX_PROMPT_LOGPROBS = 256
 """Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
 MAX_DEFERRED = 32
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
-costs a match."""
+needs a match, which takes time."""
 MAX_WITHOUT_SLOT = 256
 """If a request lacks a slot for its adapter, and the step has already deferred this many requests for any reason, the
 step admits no more requests."""

@@ -76,7 +76,7 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
     """Copies the layer runs of a page to `into` and returns their checksums. With `of_target`, the checksums are
     computed from `into` after the copy, else from `page`.
 
-    Costs little more than a copy, because the copied bytes are still in the processor's cache.
+    Takes little more time than a copy, because the copied bytes are still in the processor's cache.
     """
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.copy(into, page, run_bytes, of_target)

@@ -1,4 +1,4 @@
-"""The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
+"""The state of the host tier's pages, in arrays with one slot per page. A batch needs a few array operations.
 
 A slot represents an arena page from its allocation until the page is freed. If an object is evicted for a new object of
 the same size, the new object gets the slot. `LruOrder` orders slots by last use. This module is not thread-safe. The
