@@ -1,8 +1,8 @@
 """KVCache: the interface that a scheduler calls. Its main calls are match, open, extend, commit, rollback, fork and
 close.
 
-One cache serves every layer kind. It moves no bytes: `take_copies` returns the page copies that the engine must make
-before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
+One cache serves every layer kind. The cache moves no bytes: `take_copies` returns the page copies that the engine must
+make before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LOBES = 16
 PASSED = 0.95
 """Share of the frequencies below half the smaller sampling rate that the filter keeps."""
 MAX_PHASES = 1000
-"""Largest length of the repeating pattern of two sampling rates. It bounds the size of the filter."""
+"""Largest length of the repeating pattern of two sampling rates. This limit bounds the size of the filter."""
 
 
 def wav_seconds(data: bytes) -> float:

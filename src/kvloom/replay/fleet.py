@@ -164,10 +164,11 @@ class _Job:
     """Number of prompt tokens that the cache lacked when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
-    """Time at which the first token is due, by the objective."""
+    """Simulated time in seconds at which the first token is due, by the objective."""
     is_refused: bool = False
     pages_at: float | None = None
-    """Time at which the pages arrive from a prefill worker. None if this worker computes the prompt."""
+    """Simulated time in seconds at which the pages arrive from a prefill worker. None if this worker computes the
+    prompt."""
     decoded_by: _Worker | None = None
     """The decode worker of the request, while a prefill worker computes its prompt."""
 
@@ -216,7 +217,7 @@ class _Worker:
         """Whether steps are measured for SLO admission."""
         self.typical = float(TYPICAL_OUTPUT)
         self.link_free = 0.0
-        """Time at which the link of this prefill worker has sent all chunks so far."""
+        """Simulated time in seconds at which the link of this prefill worker has sent all chunks so far."""
         self.link_tokens = float("inf")
         """Speed of the link in tokens per second."""
         self.hand_overs: list[_Job] = []

@@ -77,7 +77,7 @@ class PromptKeys:
     """Token ids of the prompt as bytes, or None if they are unknown."""
     text: list[int]
     length: int
-    """Number of tokens. It is an estimate if only the text is known."""
+    """Number of tokens. The number is an estimate if only the text is known."""
     public_tokens: int = 0
     """Number of tokens that the request marked as a public prefix."""
 

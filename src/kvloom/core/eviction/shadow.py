@@ -30,7 +30,8 @@ MEMORY = 32.0
 has."""
 FIRST = 24.0
 """The number of lost tokens is divided by at least FIRST times the tokens of the cache. The policy is therefore not
-switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. It needs some traffic to learn from."""
+switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. A policy that learns needs some traffic
+before it can gain hits."""
 
 
 class ShadowLRU:

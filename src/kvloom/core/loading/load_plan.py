@@ -82,7 +82,7 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
 
 
 class LoadPlan:
-    """The load plan of one match. It is valid until the cache changes. It does not modify the cache."""
+    """The load plan of one match. A plan is valid until the cache changes, and does not modify the cache."""
 
     def __init__(self, layout: PoolLayout, lookup: Lookup, match: Match) -> None:
         self.match, self.block = match, layout.block_tokens

@@ -31,8 +31,8 @@ class HashIndex(Generic[HashKey]):
     """A map from block hashes to the places and groups of their pages. A place is a tier, a peer or a worker. `match`
     applies the same resume rule as the radix tree. Not thread-safe.
 
-    Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and `stored`
-    is faster.
+    Without `keeps_parents` the index stores neither parents nor partial last blocks. The index is then smaller, and
+    `stored` is faster.
     """
 
     __slots__ = (

@@ -25,7 +25,8 @@ from .publisher import EventPublisher
 __all__ = ["RadixTree", "Retention"]
 
 Retention = tuple[int, float | None]
-"""An eviction priority and its expiry time. None means that the priority does not expire."""
+"""An eviction priority, and the time at which it expires (in seconds of the cache's clock). None means that the
+priority does not expire."""
 
 
 class RadixTree(Checkpoints):

@@ -40,7 +40,7 @@ __all__ = ["open_offload", "opened_tiers"]
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
 """Bytes of host memory that an engine without a host tier reserves, because every transfer passes through host
-memory. False: on a CPU. True: on a GPU."""
+memory. The key is False for an engine on a CPU, and True for an engine on a GPU."""
 
 
 @contextmanager

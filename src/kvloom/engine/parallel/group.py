@@ -65,7 +65,7 @@ SETTINGS = (
 )
 """Settings that every rank must know."""
 START_SECONDS = 1800.0
-"""Longest time until a rank has loaded its weights."""
+"""Longest time until a rank has loaded its weights, in seconds."""
 CLOSE_SECONDS = 5.0
 Message = TypeVar("Message", Started, Ready)
 _encoder = msgspec.msgpack.Encoder()

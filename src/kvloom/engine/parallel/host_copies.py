@@ -30,7 +30,8 @@ __all__ = ["HostCopies", "RankHost"]
 
 POLL_SECONDS = 0.001
 SHARE_SECONDS = 600.0
-"""Longest time until a rank has mapped the host tier. On a GPU it also pins the memory."""
+"""Longest time until a rank has mapped the memory of the host tier, in seconds. On a GPU, the rank also pins the memory
+in this time."""
 
 
 class HostCopies:

@@ -20,11 +20,11 @@ __all__ = ["StepChannel", "create_memory"]
 
 SLOTS = 4
 SLOT_BYTES = 256 << 20
-"""Largest message. Memory that no message has used takes no space."""
+"""Largest size of a message in bytes. Parts of a slot that no message has used take no memory."""
 HEADER_BYTES = 4096
 SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 SPINS = 100
-"""Checks without a pause, before `write` sleeps between checks."""
+"""Number of checks without a pause, before `write` sleeps between checks."""
 
 
 def create_memory() -> int:

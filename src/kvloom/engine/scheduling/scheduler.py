@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def open(self) -> list[Request]:
-        """The unfinished requests."""
+        """All requests that are running, waiting or deferred."""
         open_ = (*self.running, *self.slo.held)
         return [*(request for request in open_ if request.finish_reason is None), *self._queue]
 
@@ -453,9 +453,9 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the largest number of prompt tokens of a step that several tenants share. It is smaller than the usual
-        budget, so that a new tenant starts sooner. With images it is the usual budget, because an image that must not
-        be split may need a large step.
+        """Return the largest number of prompt tokens of a step that several tenants share. The number is smaller than
+        the usual budget, so that a new tenant starts sooner. With images, the number is the usual budget, because an
+        image that must not be split may need a large step.
         """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -487,8 +487,8 @@ class Scheduler:
         return max(1, int(self.max_running * self._shares[tenant]))
 
     def _excess(self, tenant: TenantQueue) -> float:
-        """Return the number of bytes that a tenant uses above its share of the pool. It is negative if the tenant
-        uses less."""
+        """Return the number of bytes that a tenant uses above its share of the pool. The number is negative if the
+        tenant uses less than its share."""
         return tenant.account.counted_in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property

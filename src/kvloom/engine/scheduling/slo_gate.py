@@ -31,9 +31,9 @@ from .waiting_queue import WaitingQueue
 __all__ = ["SloGate"]
 
 RECHECK_SECONDS = 0.02
-"""Time between two decisions about a deferred request."""
+"""Time between two decisions about a deferred request, in seconds."""
 LOOKUP_SECONDS = 0.05
-"""Longest time that a decision waits for a lookup in tiers."""
+"""Longest time that a decision waits for a lookup in tiers, in seconds."""
 
 
 class SloGate:

@@ -107,8 +107,8 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. A tenant that had no waiting requests starts at the service level of the active tenants. It
-        therefore gains no advantage from idle time.
+        """Queue a request. A tenant that had no waiting requests starts at the service level of the active tenants, so
+        it gains no advantage from idle time.
         """
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:

@@ -35,7 +35,7 @@ REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
 """Limits of one review (see `_review`) of a lookup that is off: its longest time, and the number of draft tokens that
 it compares per request."""
 MASK_SECONDS = 0.01
-"""Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
+"""Longest wait for the grammar masks of drafts, in seconds. A draft whose masks are late is dropped."""
 
 
 def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes: int = 0) -> int:

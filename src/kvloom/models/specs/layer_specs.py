@@ -74,8 +74,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. It contains the model's name and the layer
-        specs, and does not depend on weights."""
+        """Return a text that is the same for equal specs in every process. The text contains the model's name and the
+        layer specs, and does not depend on weights."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
             fields["span"] = fields.pop("visibility")  # fingerprints of existing pages use this key

@@ -135,8 +135,8 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Build a second tokenizer that does not recognise the texts of control tokens. It recognises secret aliases
-        instead, which a request cannot contain.
+        """Build a second tokenizer that does not recognise the texts of control tokens. The second tokenizer recognises
+        secret aliases instead, which a request cannot contain.
         """
         from tokenizers import AddedToken, Tokenizer
 

@@ -44,7 +44,7 @@ LONG_BYTES = 1 << 16
 """Requests with more bytes use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
 """A text with at most this many characters per allowed token is encoded at once. A longer text is first encoded in
-parts, to count its tokens. It is refused as soon as it has twice the allowed tokens.
+parts, to count its tokens. The text is refused as soon as it has twice the allowed tokens.
 """
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16

@@ -273,8 +273,8 @@ def _drafts(drafts: State) -> str:
 
 
 def _policy(policy: State) -> str:
-    """Return a text that compares the hit rate of the adaptive eviction policy with that of LRU. It is empty for other
-    policies, and until there is something to compare."""
+    """Return a text that compares the hit rate of the adaptive eviction policy with that of LRU. The text is empty for
+    other policies, and until the two policies have been compared."""
     if not policy or not policy["compared_tokens"]:
         return ""
     points = 100 * (policy["gained_tokens"] - policy["lost_tokens"]) / policy["compared_tokens"]

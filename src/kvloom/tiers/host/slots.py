@@ -23,7 +23,7 @@ FIRST_TICK = 1 << 62
 _STALE_LIMIT = 4096
 """Number of outdated entries that an LruOrder may have before it removes them."""
 _PART_SLOTS = 256
-"""Batches of slots are stored in parts of this size. Removing outdated slots checks one part at a time."""
+"""Batches of slots are stored in parts of this many slots. Removing outdated slots checks one part at a time."""
 
 
 class Slots:
