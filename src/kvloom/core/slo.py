@@ -133,8 +133,8 @@ class StepTimes:
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Add a measured step. If the step took more than four times the estimate, four times the estimate is added
-        instead."""
+        """Add a measurement: a step with the amounts of work `size` took `seconds`. If this is more than four times the
+        estimate, four times the estimate is added instead."""
         if seconds <= 0:
             return
         if self.is_known and (expected := self.seconds(size)):
@@ -147,7 +147,7 @@ class StepTimes:
             self._solve()
 
     def seconds(self, size: StepSize) -> float:
-        """Estimate the seconds of a step."""
+        """Estimate the seconds of a step with the amounts of work `size`."""
         a, b, c, d, e = self.coefficients
         return a + b * size.prompt_tokens + c * size.rows + d * size.context + e * size.pairs
 

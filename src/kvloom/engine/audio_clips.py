@@ -95,7 +95,8 @@ def _decoded(data: bytes) -> tuple[Samples, int]:
 
 
 def _resampled(samples: Samples, rate: int, target: int) -> Samples:
-    """Return samples at another rate, by a windowed sinc filter. Raises ValueError if the rates have no small ratio."""
+    """Convert samples from the sampling rate `rate` to the rate `target` (in Hz), by a windowed sinc filter. Raises
+    ValueError if the rates have no small ratio."""
     import torch
 
     shared = math.gcd(rate, target)

@@ -920,8 +920,8 @@ class Engine:
     def _run_model(
         self, works: Many[Work], wanted: Many[int], whole: Many[int], pooled: Many[int]
     ) -> torch.Tensor:
-        """Run the model on the work of a step. If it fails, stop the group of ranks, because other ranks may still be
-        inside the step."""
+        """Run the model on the work of a step. The arguments are those of `ModelRunner.run`. If the call fails, stop
+        the group of ranks, because other ranks may still be inside the step."""
         try:
             return self.runner.run(works, wanted, whole, pooled)
         except BaseException as error:

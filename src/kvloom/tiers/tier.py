@@ -237,8 +237,8 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. Returns the transfer. The outcome OK means that the page is stored now, or was stored
-        before. In a disk tier, such a page survives a crash."""
+        """Writes whole objects from the memory ranges `source`. Returns the transfer. The outcome OK means that the
+        page is stored now, or was stored before. In a disk tier, such a page survives a crash."""
         ...
 
     def drop(self, objects: Objects) -> int:

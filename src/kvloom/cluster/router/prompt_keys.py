@@ -242,7 +242,8 @@ class PromptReader:
             return None
 
     def _by_text(self, root: bytes, text: bytes) -> PromptKeys:
-        """Return the keys of a prompt whose tokens are unknown: hashes of 64-byte pieces of the text."""
+        """Return the keys of a prompt whose tokens are unknown: a chain of hashes of 64-byte pieces of the text. `root`
+        is the parent of the first hash."""
         self.fallbacks += 1
         return PromptKeys(
             None, wire_hashes(hash_chain(root, text[:TEXT_BYTES])), len(text) // CHARACTERS_PER_TOKEN + 1

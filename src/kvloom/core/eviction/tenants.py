@@ -128,7 +128,7 @@ class Account:
                 self.borrowed += size
 
     def give_back(self, pages: Iterable[int], size: int) -> None:
-        """Count one use less of each public page in `pages`. O(pages)."""
+        """Count one use less of each public page in `pages`. The pages have `size` bytes each. O(pages)."""
         uses = self.borrowed_pages
         for page in pages:
             count = uses[page]

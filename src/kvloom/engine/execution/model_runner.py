@@ -436,7 +436,8 @@ class ModelRunner:
                 progress(len(wanted) + done + 1, len(wanted) + len(sizes))
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor | None:
-        """Compute a step of single tokens by a graph. Return None if the model cannot be captured."""
+        """Compute a step of single tokens by a graph. The arguments and the result are those of `run`. Return None if
+        the model cannot be captured."""
         size = next(size for size in self._sizes if size >= len(works))
         adapted = any(work.adapter for work in works)
         captured = self._captured(size, self._share(works, size), adapted)

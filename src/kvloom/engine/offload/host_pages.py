@@ -245,7 +245,7 @@ class RankCopies(Protocol):
         ...
 
     def is_done(self, number: int) -> bool:
-        """Return whether all ranks have made a copy."""
+        """Return whether all ranks have made the copy with this number."""
         ...
 
     def check(self) -> None:

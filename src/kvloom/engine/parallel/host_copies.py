@@ -77,7 +77,7 @@ class HostCopies:
         return self._start(CopyHost(True, group.index, _bytes(pages), _bytes(offsets)))
 
     def is_done(self, number: int) -> bool:
-        """Return whether all ranks have made a copy."""
+        """Return whether all ranks have made the copy with this number."""
         return min(self._done) >= number
 
     def copied(self, rank: int, number: int) -> None:

@@ -65,8 +65,8 @@ class StepChannel:
         self._count += 1
 
     def read(self, length: int, rank: int) -> bytes:
-        """Return the next message, which has `length` bytes, and mark its slot as read. Call this after `length` has
-        arrived over the socket."""
+        """Return the next message, which has `length` bytes, and record that `rank` has read its slot. Call this method
+        after `length` has arrived over the socket."""
         at = HEADER_BYTES + self._count % SLOTS * SLOT_BYTES
         message = self._memory[at : at + length]
         self._count += 1

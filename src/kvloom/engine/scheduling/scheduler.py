@@ -268,8 +268,9 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` (sort key)
-        is before `below` are considered. `empty` means that no request ran when the step began.
+        """Admit waiting requests within the budget, and add their work to `picked`. Return the remaining budget. Only
+        tenants whose `turn` (sort key) is before `below` are considered. `empty` means that no request ran when the
+        step began.
 
         A waiting request stays in the queue in two cases. Another request computes or loads its next block
         (`next_blocks`), or another request will take a checkpoint at which the waiting request can resume. No page
@@ -519,8 +520,8 @@ class Scheduler:
         """Exclude a tenant from admission in this step, by adding it to `passed`, because its next request lacks pages.
         Return whether other tenants may still be admitted.
 
-        If the step has work already, all tenants that use at least their guaranteed share are excluded too. Otherwise
-        they would take the pages that become free.
+        If the step already has work (`picked`), all tenants that use at least their guaranteed share are also excluded.
+        Otherwise these tenants would take the pages that become free.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
@@ -767,8 +768,8 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
     ) -> None:
-        """Schedule one token of each decoding request. `rows` are the row numbers of their sequences in the block
-        tables."""
+        """Schedule one token of each decoding request, and add the work to `picked`. `rows` are the row numbers of the
+        sequences in the block tables. `places` is that of `schedule`."""
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case

@@ -50,7 +50,8 @@ class SloGate:
         self._open: list[Request] = []  # admitted requests with an objective that have not finished
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Update the estimates with a step that has just ended."""
+        """Update the estimates with a step that has just ended. The step had the amounts of work `size`, and took
+        `seconds`."""
         self.admission.observe_step(size, seconds)
         self._last_step = self._cache.clock.now()
 

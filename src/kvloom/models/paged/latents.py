@@ -38,8 +38,8 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
 
 @torch.no_grad()
 def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply queries [tokens, heads, dim] by the up-projection of keys [heads, dim, rank]. Writes the products to
-    `out` [tokens, heads, rank]. All tensors may have any strides."""
+    """Multiply queries [tokens, heads, dim] by `weight`, the up-projection of keys [heads, dim, rank]. Writes the
+    products to `out` [tokens, heads, rank]. All tensors may have any strides."""
     torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 

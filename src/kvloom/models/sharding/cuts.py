@@ -38,7 +38,8 @@ class Cuts:
         self.ranges, self._zeroed = ranges, zeroed
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a weight, as a copy if it was cut."""
+        """Return the rank's part of the weight `whole`, which has the name `name`. The part is a copy if the weight was
+        cut."""
         if name in self._zeroed:
             return torch.zeros_like(whole)
         found = whole

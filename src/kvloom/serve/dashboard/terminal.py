@@ -32,7 +32,7 @@ Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Return the whole screen. `note` is shown at the end of the last line."""
+    """Return the whole screen. `mode` selects the colours of the pool map. `note` is the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),

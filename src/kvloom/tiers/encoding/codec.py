@@ -293,8 +293,9 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome.
-    `body` begins with layer run `first`. `body` and `into` may be the same memory if nothing is compressed.
+    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome. `head`
+    is the header of the stored page, and `body` begins with layer run `first`. `body` and `into` may be the same memory
+    if nothing is compressed.
 
     If the outcome is not OK, the bytes of `into` are undefined. If the codec has keys, a page that is not sealed is
     UNTRUSTED.
