@@ -170,7 +170,7 @@ class Request:
     tier_miss: Miss | None = None
     preemptions: int = 0
     tokens_when_preempted: int = 0
-    """Number of tokens, with the output so far, at the last preemption."""
+    """Number of tokens of the request (prompt and output) at its last preemption."""
     decode_turn: int = 0
     """Order of a tenant's decoding requests, if several tenants share a step that cannot decode all requests. The
     request with the smallest value has waited longest and is decoded first.

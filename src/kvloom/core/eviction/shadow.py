@@ -1,4 +1,4 @@
-"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size. It owns no pages.
+"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size. The shadow owns no pages.
 
 LRU keeps the most recently used tokens. One time, the cutoff, therefore describes its content: the tokens that were
 used since the cutoff exactly fill the cache. A token would be a hit under LRU if its last use is after the cutoff. The
@@ -8,8 +8,8 @@ shadow counts the tokens by the time of their last use, in about a thousand buck
               ·········├── fill the cache ──┤
                        cutoff              now
 
-The shadow follows all traffic, not a sample. Tokens that the policy evicted are counted, too: ghosts
-report their uses. The number of these tokens is an estimate, because the cache no longer has them.
+The shadow follows all traffic, not a sample. Tokens that the policy evicted are also counted: ghosts report their uses.
+The number of these tokens is an estimate, because the cache no longer has them.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class NixlFiles(Files):
 
 
 def _finish(agent: Any, handle: Any) -> None:
-    """Waits for a transfer. Raises OSError if it fails."""
+    """Waits until a transfer has ended. Raises OSError if the transfer fails."""
     if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
