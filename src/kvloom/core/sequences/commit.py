@@ -95,7 +95,7 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
     """Publish one full block of each sequence. `rows` contains the row numbers of the sequences in the block tables.
-    Blocks of sequences that are the only user of their node are published together, which is cheaper."""
+    Blocks of sequences that are the only user of their node are published together, which takes less time."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
