@@ -128,8 +128,8 @@ def open_offload(
 
 
 def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
-    unchanged."""
+    """If the opened tier `place` re-encodes pages, wrap it, so that servers with other KV dtypes can use its pages.
+    Other tiers are returned unchanged."""
     if not isinstance(place.tier, LossyTier):
         return place
     return replace(place, tier=ValueTier(place.tier, value_forms(layout)))

@@ -107,9 +107,9 @@ class Slots:
 
 class LruOrder:
     """Slots ordered by last use, least recent first. Each call of `touch` adds a batch: the used slots, and the
-    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the
-    old batch is skipped. Adding a batch costs one append. Finding the least recently used slot costs
-    amortised O(1). `demote` adds a batch before all others."""
+    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the old batch
+    is skipped. Adding a batch is one append. Finding the least recently used slot takes amortised O(1) time. `demote`
+    adds a batch before all others."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 
