@@ -1,6 +1,6 @@
 """Shared parts of the command line: the parser, argument types, help texts, a progress bar.
 
-Commands import this module. It imports no command.
+Commands import this module. This module imports no command.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ SETTLE_SECONDS = 2.0
 """Seconds to wait after the start of the streams, so that all of them get their first tokens."""
 POOL = "256MiB"
 VOCABULARY = 4000
-"""Prompts have token ids below this number. The vocabulary of the embedded model contains all of them."""
+"""Prompts have token ids below this number. The vocabulary of `kvloom-llama`, the model in the package, contains all of
+these ids."""
 
 
 def main(argv: list[str]) -> int:

@@ -115,8 +115,8 @@ def _check(work: Workload, found: Measurement) -> None:
 def run_one(
     ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """Run all workloads on one runner and add the results to `ran`. Yields after the start of the runner and after each
-    workload, so that runners can alternate.
+    """Run all workloads on one runner and add the results to `ran`. `kind` is the runner, a key of RUNNERS. `shape` is
+    the model. Yields after the start of the runner and after each workload, so that runners can alternate.
 
     If the runner fails, `ran` contains the results so far and the error."""
     name = NAMES[kind]

@@ -87,7 +87,8 @@ def best(rounds: Sequence[Any]) -> Any:
 
 
 def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one dictionary per workload: kvloom's time, the peer's time, their ratio and the goal."""
+    """Return one dictionary per workload: kvloom's time and the peer's time in microseconds, their ratio, and the ratio
+    that is the goal. `own` has kvloom's times, and `peers` the times of vLLM and SGLang."""
     rows = []
 
     def row(work: str, ours: float, peer: str, theirs: float | None, goal: float | None) -> None:
@@ -125,7 +126,8 @@ def _get(figures: dict[str, Any], *keys: str) -> float | None:
 
 
 def scale_rows(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one dictionary per phase of a request: its times in the small and in the large pool, and their ratio."""
+    """Return one dictionary per phase of a request: its times in the small and in the large pool, and their ratio.
+    `own` has kvloom's times."""
     small, large = own["pool"].values()
     phases = ("match", "allocate", "publish", "release", "total")
     return [

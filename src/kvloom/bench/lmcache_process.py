@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 TOKENS = 16
 SERVER_SECONDS = 120.0
-"""Time limit of one reply of the multi-process server."""
+"""Longest wait for one reply of the multi-process server, in seconds."""
 
 
 class _World:

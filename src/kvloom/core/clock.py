@@ -12,7 +12,7 @@ class Clock(Protocol):
     """A source of time."""
 
     def now(self) -> float:
-        """Return the time in seconds. It never decreases."""
+        """Return the time in seconds. The time never decreases."""
         ...
 
 

@@ -87,8 +87,8 @@ class CheckpointPolicy:
     | `every_blocks` | after every `every_blocks` blocks; 0 means never                                        |
 
     A hit never contains the last token of a prompt. An identical prompt can therefore resume at a `before_last`
-    checkpoint, but not at the end of the prompt. In models with states, `before_last` costs one more step, which
-    computes one token. In models with windows and no states, `before_last` adds a second checkpoint after the
+    checkpoint, but not at the end of the prompt. In models with states, `before_last` makes one more step necessary,
+    which computes one token. In models with windows and no states, `before_last` adds a second checkpoint after the
     last full block of the prompt. Tiers store full blocks only, so a prompt can resume at this checkpoint from a tier.
     """
 

@@ -15,7 +15,7 @@ class Histogram:
     """Counts values in the intervals between `bounds`.
 
     `counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is the number of
-    values above all bounds. `total` is the sum of all values. Adding a value costs O(log bounds).
+    values above all bounds. `total` is the sum of all values. Adding a value takes O(log bounds) time.
     """
 
     __slots__ = ("_edges", "bounds", "counts", "total")

@@ -1,8 +1,8 @@
 """KVCache: the interface that a scheduler calls. Its main calls are match, open, extend, commit, rollback, fork and
 close.
 
-One cache serves every layer kind. It moves no bytes: `take_copies` returns the page copies that the engine must make
-before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
+One cache serves every layer kind. The cache moves no bytes: `take_copies` returns the page copies that the engine must
+make before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class KVCache:
         self, tokens: npt.ArrayLike, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Match:
         """Return the longest resumable prefix of a prompt. The prefix never contains the last token, which must be
-        computed. Does not modify the cache and computes no hash. The cost grows with the nodes passed and the bytes
-        compared.
+        computed. Does not modify the cache and computes no hash. The time grows with the number of nodes passed and of
+        bytes compared.
         """
         return self._match(tokens, control or _DEFAULT, media, leave_last=True)
 
@@ -243,8 +243,8 @@ class KVCache:
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
         """Reserve pages for `n` more tokens in each of many open sequences. `rows` contains the row numbers of the
         sequences. `n` is one number, or an array with one number for each sequence. Returns the number of missing
-        pages, or 0 on success. If pages are missing, usually no sequence is extended, but with several tenants some
-        may be. The cost grows with the number of sequences that need a new block."""
+        pages, or 0 on success. If pages are missing, usually no sequence is extended, but with several tenants some may
+        be. The time of the call grows with the number of sequences that need a new block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
@@ -264,8 +264,9 @@ class KVCache:
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each open sequence in `rows`, which contains row numbers. Each sequence may be
-        listed only once. The cost grows with the number of sequences that fill a block."""
+        """Commit one token for each of several open sequences. `rows` contains their row numbers in the block tables
+        (`Sequence.row`), each at most once. `tokens` has one token id per row. The time of the call grows with the
+        number of sequences that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:

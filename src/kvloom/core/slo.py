@@ -98,9 +98,9 @@ class StepSize:
 class StepTimes:
     """Estimates the seconds of a step: a constant, plus a part for each of the four numbers of its `StepSize`.
 
-    The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less
-    weight. No coefficient is negative, so more work never takes less time. `observe` repeats the fit at every early
-    step, and later every SOLVE_STEPS steps. A call without a fit costs about 10 µs."""
+    The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less weight.
+    No coefficient is negative, so more work never takes less time. `observe` repeats the fit at every early step, and
+    later every SOLVE_STEPS steps. A call without a fit takes about 10 µs."""
 
     FADE = 0.995
     SOLVE_STEPS = 16
@@ -133,8 +133,8 @@ class StepTimes:
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Add a measured step. If the step took more than four times the estimate, four times the estimate is added
-        instead."""
+        """Add a measurement: a step with the amounts of work `size` took `seconds`. If this is more than four times the
+        estimate, four times the estimate is added instead."""
         if seconds <= 0:
             return
         if self.is_known and (expected := self.seconds(size)):
@@ -147,7 +147,7 @@ class StepTimes:
             self._solve()
 
     def seconds(self, size: StepSize) -> float:
-        """Estimate the seconds of a step."""
+        """Estimate the seconds of a step with the amounts of work `size`."""
         a, b, c, d, e = self.coefficients
         return a + b * size.prompt_tokens + c * size.rows + d * size.context + e * size.pairs
 

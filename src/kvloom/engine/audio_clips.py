@@ -25,7 +25,7 @@ LOBES = 16
 PASSED = 0.95
 """Share of the frequencies below half the smaller sampling rate that the filter keeps."""
 MAX_PHASES = 1000
-"""Largest length of the repeating pattern of two sampling rates. It bounds the size of the filter."""
+"""Largest length of the repeating pattern of two sampling rates. This limit bounds the size of the filter."""
 
 
 def wav_seconds(data: bytes) -> float:
@@ -95,7 +95,8 @@ def _decoded(data: bytes) -> tuple[Samples, int]:
 
 
 def _resampled(samples: Samples, rate: int, target: int) -> Samples:
-    """Return samples at another rate, by a windowed sinc filter. Raises ValueError if the rates have no small ratio."""
+    """Convert samples from the sampling rate `rate` to the rate `target` (in Hz), by a windowed sinc filter. Raises
+    ValueError if the rates have no small ratio."""
     import torch
 
     shared = math.gcd(rate, target)

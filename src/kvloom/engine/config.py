@@ -170,8 +170,8 @@ class EngineConfig:
     kv_events_encoding: Literal["map", "array"] = "map"
     """Encoding of an event: "map" (vLLM since version 0.32) or "array" (earlier versions, and llm-d)."""
     kv_events_tier_tokens: bool = False
-    """Whether events about blocks in tiers also contain parent hashes and token ids, for Dynamo. Costs about 300
-    bytes per block."""
+    """Whether events about blocks in tiers also contain parent hashes and token ids, for Dynamo. Needs about 300 bytes
+    of memory per block."""
     kv_events_key: str | None = None
     """File with the CURVE keys of events. Only subscribers with the same keys get events. None means that events are
     not encrypted."""

@@ -104,7 +104,7 @@ MASK_WAIT_SECONDS = 0.01
 ROTATION_TOKENS = 24
 """Number of tokens of the prompt that finds the rotations of layers, for `reuse_documents`."""
 ROTATION_TOLERANCE = {4: 1e-3, 2: 0.03, 1: 0.1}
-"""Largest relative error of rotated K, by bytes of a number in pages."""
+"""Largest relative error of rotated K. The key is the size of a number in pages, in bytes."""
 
 
 class Engine:
@@ -810,8 +810,8 @@ class Engine:
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
         """Return whether the host must have the tokens of the step `previous` before it can schedule the next step.
-        This is true while drafts are used. It is also true if the next token of a request depends on its last
-        token, as with grammars, penalties or beams."""
+        The result is True while drafts are used, and if the next token of a request depends on its last token, as with
+        grammars, penalties or beams."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
@@ -920,8 +920,8 @@ class Engine:
     def _run_model(
         self, works: Many[Work], wanted: Many[int], whole: Many[int], pooled: Many[int]
     ) -> torch.Tensor:
-        """Run the model on the work of a step. If it fails, stop the group of ranks, because other ranks may still be
-        inside the step."""
+        """Run the model on the work of a step. The arguments are those of `ModelRunner.run`. If the call fails, stop
+        the group of ranks, because other ranks may still be inside the step."""
         try:
             return self.runner.run(works, wanted, whole, pooled)
         except BaseException as error:

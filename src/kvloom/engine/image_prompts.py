@@ -87,7 +87,8 @@ def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
 
 
 def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
-    """Raise ValueError if a processor has cut off the end of a clip. Processors do this without an error."""
+    """Raise ValueError if a processor has cut off the end of a clip. Processors cut without an error. `samples` is the
+    whole clip, and `made` the output of the processor."""
     hop = getattr(getattr(processor, "feature_extractor", None), "hop_length", None)
     mask = next((made[name] for name in FRAME_MASKS if name in made), None)
     if hop is None or mask is None:
@@ -102,7 +103,7 @@ def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
 
 
 def _rate(processor: Any) -> int:
-    """Return the sampling rate of a model."""
+    """Return the sampling rate of the audio that a model takes, in Hz. The rate is 16,000 if the processor has none."""
     for part in ("feature_extractor", "audio_processor"):
         rate = getattr(getattr(processor, part, None), "sampling_rate", None)
         if rate:

@@ -64,7 +64,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Result:
     """All samples of a prompt. `num_cached_tokens` is the number of prompt tokens that were cached.
-    `prompt_logprobs` is None unless requested. It has one entry per prompt token, and the first entry is None.
+    `prompt_logprobs` is None unless requested. If requested, `prompt_logprobs` has one entry per prompt token, and the
+    first entry is None.
     """
 
     prompt: str | None
@@ -100,8 +101,8 @@ class Delta:
 
 
 class LLM:
-    """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging
-    Face model.
+    """A model and its engine. `model` is a folder, a hub id, the name of a small model that the package contains (such
+    as `kvloom-llama`), or a loaded Hugging Face model.
 
     | argument                         | meaning                                                                   |
     |----------------------------------|---------------------------------------------------------------------------|
@@ -421,8 +422,8 @@ class LLM:
                 bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
     def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any], list[Any]]:
-        """Return the token ids of a prompt, and its images and audio clips in the form that the engine accepts. Both
-        may be in the list of images."""
+        """Return the token ids of a prompt, and the lists of its images and audio clips in the form that the engine
+        accepts. The list of images may also contain audio clips."""
         if not isinstance(prompt, Mapping):
             return self._ids(prompt), [], []
         if "prompt" not in prompt or prompt.keys() - {"prompt", "images", "audio", "decoder_prompt"}:

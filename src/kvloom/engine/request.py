@@ -35,7 +35,8 @@ SEEDS = 1 << 64
 
 
 def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
-    """Return token ids as Python integers and as an array. Costs a few nanoseconds per token for a list of plain integers."""
+    """Return token ids as Python integers and as an array. Takes a few nanoseconds per token for a list of plain
+    integers."""
     items = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
     data = plain_ids(items)
     if data is not None:
@@ -171,7 +172,7 @@ class Request:
     tier_miss: Miss | None = None
     preemptions: int = 0
     tokens_when_preempted: int = 0
-    """Number of tokens, with the output so far, at the last preemption."""
+    """Number of tokens of the request (prompt and output) at its last preemption."""
     decode_turn: int = 0
     """Order of a tenant's decoding requests, if several tenants share a step that cannot decode all requests. The
     request with the smallest value has waited longest and is decoded first.
@@ -238,7 +239,7 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     def ids(self, end: int) -> npt.NDArray[np.int32]:
-        """Return the first `end` tokens as an array. The cost grows with the number of output tokens among them."""
+        """Return the first `end` tokens as an array. The time grows with the number of output tokens among them."""
         size, asked = len(self.prompt), self.prompt_ids
         if end <= size:
             return asked[:end]

@@ -1,4 +1,4 @@
-"""The runner of an engine's model. Every rank makes it, from the same settings."""
+"""The runner of an engine's model. Every rank creates its runner from the same settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["draft_rows", "target_runner", "with_step_sizes"]
 
 MIN_DRAFT_ROWS = 64
 """Smallest limit on the positions at which a step with drafts samples. The limit is higher if `max_running` requests
-with the longest drafts have more positions, up to `DRAFT_STEP_TOKENS`. It is never below `max_running`, so that each
-request can sample one token.
+with the longest drafts have more positions, up to `DRAFT_STEP_TOKENS`. The limit is never below `max_running`, so that
+each request can sample one token.
 """
 
 

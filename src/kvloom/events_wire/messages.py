@@ -94,7 +94,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
 
 
 def _array_form(kind: type[Any]) -> type[Any]:
-    """Return the array form of an event, which vLLM wrote before version 0.32."""
+    """Return the array form of the event class `kind`. vLLM wrote events in this form before version 0.32."""
     fields = [
         (field.name, field.type)
         if field.default is msgspec.NODEFAULT

@@ -262,7 +262,7 @@ class WirePublisher:
         return [(last, payload) for payload in parts]
 
     def _encoded(self, at: float, events: list[WireEvent]) -> bytes:
-        """Return the payload of a batch with these events."""
+        """Return the payload of a batch with these events. `at` is the Unix time of the batch."""
         return encode_batch(EventBatch(at, events, self.settings.rank), self.settings.encoding)
 
     def _wire_events(self, events: list[tuple[Event, bool]]) -> list[WireEvent]:

@@ -36,7 +36,7 @@ def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
     blocks with MIN. Also return the number of evicted blocks.
 
     If a request is longer than the cache, only its beginning is stored. Adjacent blocks of a request with the same next
-    use form one entry of the eviction queue. The last blocks of an entry are evicted first. The cost is O(log n) per
+    use form one entry of the eviction queue. The last blocks of an entry are evicted first. Takes O(log n) time per
     entry.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]

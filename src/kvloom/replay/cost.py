@@ -25,7 +25,7 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 class CostModel:
     """The speed of a model with `parameters` active weights on devices with `flop_rate` FLOP/s.
 
-    Each new token costs `attention_flops` FLOPs for each token before it. A tier reads `bytes_per_token` bytes per
+    Each new token needs `attention_flops` FLOPs for each token before it. A tier reads `bytes_per_token` bytes per
     token, at `read_rates[tier]` bytes per second. `decode_seconds` is the time of a decode step with a full batch,
     divided by the number of its tokens. The defaults describe a dense 8B model in bf16 on one H200.
     """

@@ -164,10 +164,11 @@ class _Job:
     """Number of prompt tokens that the cache lacked when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
-    """Time at which the first token is due, by the objective."""
+    """Simulated time in seconds at which the first token is due, by the objective."""
     is_refused: bool = False
     pages_at: float | None = None
-    """Time at which the pages arrive from a prefill worker. None if this worker computes the prompt."""
+    """Simulated time in seconds at which the pages arrive from a prefill worker. None if this worker computes the
+    prompt."""
     decoded_by: _Worker | None = None
     """The decode worker of the request, while a prefill worker computes its prompt."""
 
@@ -216,7 +217,7 @@ class _Worker:
         """Whether steps are measured for SLO admission."""
         self.typical = float(TYPICAL_OUTPUT)
         self.link_free = 0.0
-        """Time at which the link of this prefill worker has sent all chunks so far."""
+        """Simulated time in seconds at which the link of this prefill worker has sent all chunks so far."""
         self.link_tokens = float("inf")
         """Speed of the link in tokens per second."""
         self.hand_overs: list[_Job] = []
@@ -260,7 +261,8 @@ class _Worker:
         return PromptWork(tokens, output, job.request.prompt_tokens)
 
     def predict(self, own: PromptWork, now: float) -> Prediction | None:
-        """Predict the times of a new request. Returns None until enough steps are measured."""
+        """Predict the times of a new request. `own` is the work of its prompt. Returns None until enough steps are
+        measured."""
         prompts = [
             self.work(job, job.request.prompt_tokens - job.computed)
             for job in self.running
@@ -730,7 +732,8 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request of the trace as a job, with the tokens that represent its prompt in the simulated cache.
+    """Return a request of the trace as a job, with the tokens that represent its prompt in the simulated cache. `at` is
+    the time at which the request arrives, in seconds.
 
     All tokens of a whole block have the same id: the number of the block. The tokens of the partial last block have an
     id that no other request has.

@@ -42,8 +42,8 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
-    an unlimited cache, with the hit rate `ideal`, does not reach it.
+    """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. `capacity_blocks`
+    is None if even an unlimited cache, with the hit rate `ideal`, does not reach the target.
 
     `tiers` lists the bytes per tier, fastest first. `next_gigabyte` is how much one more gigabyte would add to the hit
     rate. `curve` has the hit rates at several sizes.

@@ -67,8 +67,8 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` provides the data of /kvloom/state. If it is None, it is
-    created here. `more` are additional routes.
+    """Return the ASGI application of a server. `dashboards` provides the data of /kvloom/state. If `dashboards` is
+    None, this function creates it. `more` are additional routes.
     """
 
     routes = [

@@ -147,9 +147,9 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error for a request that exceeds the limit of `longest` tokens. It has `prompt` prompt tokens, and
-    asks for `new` output tokens. With `at_least`, the prompt has at least `prompt` tokens, because counting stopped
-    there. `param` is the request field that the error names."""
+    """Return the error for a request that exceeds the limit of `longest` tokens. The request has `prompt` prompt
+    tokens, and asks for `new` output tokens. With `at_least`, the prompt has at least `prompt` tokens, because counting
+    stopped there. `param` is the request field that the error names."""
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(

@@ -1,4 +1,4 @@
-"""The format of the server's log. The log never contains text, token ids or keys.
+"""The format of the server's log. The log never contains prompts, answers, token ids or keys.
 
     2026-01-31 12:00:00,000 INFO kvloom.access request method=POST path=/v1/completions status=200 seconds=0.078 …
     {"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", "logger": "kvloom.access", "message": "request", …}

@@ -1,5 +1,5 @@
-"""Tenant shares of a tier. A share limits how much of the capacity a tenant may use. It also guarantees a part that
-other tenants cannot evict.
+"""Tenant shares of a tier. A share limits how much of the capacity a tenant may use. A share also guarantees a part
+that other tenants cannot evict.
 
 Shares are fractions of the capacity, so the same shares apply to every tier. All tenants without a share use one
 common account. The tier chooses the pages to evict.

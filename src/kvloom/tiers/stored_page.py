@@ -85,8 +85,8 @@ class StoredPages(Protocol):
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares the body of a stored page with the checksums in the page's header. Needs no tenant's key, because the
-    checksums of sealed pages cover the stored bytes."""
+    """Compares the body of a stored page with the checksums in the page's header `head`. Needs no tenant's key, because
+    the checksums of sealed pages cover the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT
     if not head.cipher:

@@ -228,7 +228,7 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every page. They are written to the same bytes [start, stop) of the page's
+        """Reads bytes [start, stop) of every page. The bytes are written to the same range [start, stop) of the page's
         memory in `into`. Returns the transfer.
 
         `part` is (start, stop) and must begin and end at boundaries of layer runs. None means the whole page. A
@@ -237,8 +237,8 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. Returns the transfer. The outcome OK means that the page is stored now, or was stored
-        before. In a disk tier, such a page survives a crash."""
+        """Writes whole objects from the memory ranges `source`. Returns the transfer. The outcome OK means that the
+        page is stored now, or was stored before. In a disk tier, such a page survives a crash."""
         ...
 
     def drop(self, objects: Objects) -> int:

@@ -129,8 +129,8 @@ class UnitTier(WrappedTier):
         transfer: Transfer,
         indexes: npt.NDArray[np.int64],
     ) -> None:
-        """Reads the units of `objects` and joins them to pages. `indexes` are the indexes of the objects in `into` and
-        `transfer`."""
+        """Reads the units of `objects`, joins them to pages, and copies the byte range `part` of each page to `into`.
+        `indexes` are the indexes of the objects in `into` and `transfer`."""
         units, firsts = self._units(objects, unit)
         size, page_bytes = unit.form.page_bytes, objects.form.page_bytes
         start, stop = part

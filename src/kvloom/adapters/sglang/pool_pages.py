@@ -73,9 +73,10 @@ class PoolPages:
     def _copies(
         self, indices: torch.Tensor, pages: Offsets, at: Offsets
     ) -> list[tuple[Offsets, Offsets, npt.NDArray[np.uint8], int]]:
-        """Return the copies that transfer pages, as one batch for each size of parts. A page consists of parts, which
-        may have different sizes. A batch has four values: the offsets of the parts in the pool's memory, their offsets
-        in the arena (kvloom's host memory), the pool's memory, and the size of a part in bytes.
+        """Return the copies that transfer pages, as one batch for each size of parts. The arguments are those of
+        `read`. A page consists of parts, which may have different sizes. A batch has four values: the offsets of the
+        parts in the pool's memory, their offsets in the arena (kvloom's host memory), the pool's memory, and the size
+        of a part in bytes.
         """
         if not len(pages):
             return []
@@ -94,7 +95,8 @@ class PoolPages:
         return copies
 
     def _first_slots(self, indices: torch.Tensor, pages: Offsets, at: Offsets) -> list[tuple[int, int]]:
-        """Return, for each page, its first token slot and its offset in the arena (kvloom's host memory)."""
+        """Return, for each page, its first token slot and its offset in the arena (kvloom's host memory). The arguments
+        are those of `read`."""
         first = indices.reshape(-1, self.page_tokens)[torch.from_numpy(pages), 0]
         return list(zip(first.tolist(), at.tolist(), strict=True))
 

@@ -29,8 +29,8 @@ class Settings:
     @classmethod
     def parse(cls, extra: Mapping[str, Any], world_size: int = 1, is_replicated: bool = False) -> Settings:
         """Return the settings in an extra config, which `world_size` processes use. With `is_replicated`, only the
-        first process of a tensor-parallel group writes pages, but all its processes read them. They therefore need a
-        tier that all of them share. Raises ValueError for a wrong value. Opens no tier.
+        first process of a tensor-parallel group writes pages, but all its processes read them. The processes therefore
+        need a tier that all of them share. Raises ValueError for a wrong value. Opens no tier.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(extra) - {*known, *SGLANG_FIELDS}):

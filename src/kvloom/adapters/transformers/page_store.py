@@ -54,9 +54,9 @@ class PageStore:
         self._orders = count()
 
     def open(self, prompts: list[list[int]], controls: list[CacheControl]) -> list[Sequence]:
-        """Open one sequence per prompt. It begins with the cached tokens of the prompt. Pages in tiers are loaded
-        first, and the call waits for them. All sequences have the same length: sequences with longer hits are rolled
-        back.
+        """Open one sequence per prompt. Each sequence begins with the cached tokens of its prompt. Pages in tiers are
+        loaded first, and the call waits for them. All sequences have the same length: sequences with longer hits are
+        rolled back.
         """
         opened: list[Sequence] = []
         try:

@@ -226,8 +226,8 @@ class KvloomTier(SecondaryTierManager):
         self, chunk_ids: npt.NDArray[np.int64], to_tiers: bool
     ) -> Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]:
         """Return a function that copies chunks between vLLM's CPU memory and the arena (kvloom's host memory). With
-        `to_tiers`, it copies to the arena, otherwise from the arena. The function takes indices in `chunk_ids`, and the
-        offsets of these chunks in the arena.
+        `to_tiers`, the function copies to the arena, otherwise from the arena. The function takes indices in
+        `chunk_ids`, and the offsets of these chunks in the arena.
         """
         size = self.block_size_bytes
 

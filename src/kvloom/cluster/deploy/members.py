@@ -16,8 +16,8 @@ NAMESPACE = "kvloom"
 
 
 class Members:
-    """The list of running processes of a deployed cluster. Their replicas announce them here. The list also stores the
-    digest of each group's configuration, by which `kvloom deploy` finds changed groups."""
+    """The list of running processes of a deployed cluster. Each replica adds its process to this list. The list also
+    stores the digest of each group's configuration, by which `kvloom deploy` finds changed groups."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -28,7 +28,7 @@ class Members:
         self._seen[url] = time.monotonic(), about
 
     def withdraw(self, url: str) -> None:
-        """Remove a process that ends."""
+        """Remove the process at `url` from the list, because it ends."""
         self._seen.pop(url, None)
 
     def living(self, command: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Chooses the encode worker for the images of a call.
 
-For each image, the router remembers the encode worker that it chose. It chooses this worker again, because the worker
-probably has the embeddings. For new images it chooses the encode worker with the fewest open images.
+For each image, the router remembers the encode worker that it chose. If the image comes again, the router chooses the
+same encode worker, because this worker probably has the embeddings. For a new image, the router chooses the encode
+worker with the fewest open images.
 
 The router adds the address of the encode worker to the request. The worker that computes the prompt then asks the
 encode worker for embeddings. The router sends nothing to the encode worker.

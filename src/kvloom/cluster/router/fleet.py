@@ -54,7 +54,8 @@ FAILED_CHECKS = 2
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
     """A LoRA adapter of a worker: the digest that salts its block hashes, and its invocation tokens. Only an activated
-    LoRA has invocation tokens. It applies from their last occurrence in the prompt."""
+    LoRA has invocation tokens. An activated LoRA applies to the last occurrence of these tokens in the prompt, and to
+    all tokens after it."""
 
     digest: str
     invocation_tokens: tuple[int, ...] = ()
@@ -140,8 +141,8 @@ class Worker:
     open_requests: int = 0
     """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Number of open requests that other routers had sent when the worker last reported. It is `open_requests` minus
-    the open requests of this router at that time.
+    """Number of open requests that other routers had sent when the worker last reported: `open_requests` minus the open
+    requests of this router at that time.
     """
     streams: dict[Callable[[], None], None] = field(default_factory=dict)
     """Functions that abort the requests running on the worker, oldest first."""

@@ -48,7 +48,7 @@ class FleetState:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def sample(self, at: float) -> None:
-        """Take a sample. Takes microseconds."""
+        """Store a sample of the router's counters and queue. `at` is the Unix time of the sample. Takes microseconds."""
         counts, queue = self._proxy.counts, self._proxy.queue
         counters = {
             "requests": float(_answered(counts.requests)),

@@ -77,7 +77,7 @@ class PromptKeys:
     """Token ids of the prompt as bytes, or None if they are unknown."""
     text: list[int]
     length: int
-    """Number of tokens. It is an estimate if only the text is known."""
+    """Number of tokens. The number is an estimate if only the text is known."""
     public_tokens: int = 0
     """Number of tokens that the request marked as a public prefix."""
 
@@ -242,7 +242,8 @@ class PromptReader:
             return None
 
     def _by_text(self, root: bytes, text: bytes) -> PromptKeys:
-        """Return the keys of a prompt whose tokens are unknown: hashes of 64-byte pieces of the text."""
+        """Return the keys of a prompt whose tokens are unknown: a chain of hashes of 64-byte pieces of the text. `root`
+        is the parent of the first hash."""
         self.fallbacks += 1
         return PromptKeys(
             None, wire_hashes(hash_chain(root, text[:TEXT_BYTES])), len(text) // CHARACTERS_PER_TOKEN + 1

@@ -24,7 +24,7 @@ __all__ = ["Choice", "Scorer", "ScoringOptions", "SpeedModel", "WorkerLoad"]
 
 MAX_SESSIONS = 100_000
 SCORED = 8
-"""Largest number of workers whose whole cost is computed. They are the best workers by backlog and cached tokens."""
+"""Largest number of workers whose whole cost is computed. These are the best workers by backlog and cached tokens."""
 NONE = (0, 0, 0, 0)
 """Cached tokens of a worker that has no block of the prompt."""
 

@@ -86,7 +86,7 @@ class Visit(ReuseHistory):
 
 
 class Adaptive:
-    """The adaptive policy. It learns online and deterministically: equal requests give equal decisions. Costs a few
+    """The adaptive policy. It learns online and deterministically: equal requests give equal decisions. Takes a few
     microseconds and a few hundred bytes per request, for any prompt length.
     """
 

@@ -208,7 +208,7 @@ class ReuseModel:
     # -- learning -------------------------------------------------------------------------------
 
     def fit(self, now: float) -> None:
-        """Fit the model to the samples in the window. Costs O(window · features)."""
+        """Fit the model to the samples in the window. Takes O(window · features) time."""
         self._fitting = None
         for _ in self._fit_in_steps(now):
             pass

@@ -1,4 +1,4 @@
-"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size. It owns no pages.
+"""Shadow LRU: estimates how many tokens LRU would have hit in a cache of the same size. The shadow owns no pages.
 
 LRU keeps the most recently used tokens. One time, the cutoff, therefore describes its content: the tokens that were
 used since the cutoff exactly fill the cache. A token would be a hit under LRU if its last use is after the cutoff. The
@@ -8,8 +8,8 @@ shadow counts the tokens by the time of their last use, in about a thousand buck
               ·········├── fill the cache ──┤
                        cutoff              now
 
-The shadow follows all traffic, not a sample. Tokens that the policy evicted are counted, too: ghosts
-report their uses. The number of these tokens is an estimate, because the cache no longer has them.
+The shadow follows all traffic, not a sample. Tokens that the policy evicted are also counted: ghosts report their uses.
+The number of these tokens is an estimate, because the cache no longer has them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ MEMORY = 32.0
 has."""
 FIRST = 24.0
 """The number of lost tokens is divided by at least FIRST times the tokens of the cache. The policy is therefore not
-switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. It needs some traffic to learn from."""
+switched off before it has lost OFF_LOSS * FIRST times the tokens of the cache. A policy that learns needs some traffic
+before it can gain hits."""
 
 
 class ShadowLRU:
-    """Compares the hits of a policy with the hits of LRU. Every call costs O(log BUCKETS) or less."""
+    """Compares the hits of a policy with the hits of LRU. Every call takes O(log BUCKETS) time or less."""
 
     def __init__(self) -> None:
         self.capacity = 0

@@ -128,7 +128,7 @@ class Account:
                 self.borrowed += size
 
     def give_back(self, pages: Iterable[int], size: int) -> None:
-        """Count one use less of each public page in `pages`. O(pages)."""
+        """Count one use less of each public page in `pages`. The pages have `size` bytes each. O(pages)."""
         uses = self.borrowed_pages
         for page in pages:
             count = uses[page]
@@ -148,7 +148,8 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as no longer in use. `freed` of these bytes become free, and the others stay cached."""
+        """Count the release of pages that were in use. Of `idle` bytes in total, `freed` bytes are now free, and the
+        others are cached."""
         self.in_use -= idle
         self.used -= freed
 
@@ -272,12 +273,13 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the first account with window pages that no checkpoint needs. If there is none, compare the next entry
-        of each account. Return the account whose entry has the lowest rank, and among equal ranks the smallest
-        `Policy.priority`.
+        """Return the account from which the next entry is evicted. Returns None if no account has an entry to evict.
 
-        In this comparison, a rank above 0 counts as 0. A priority or TTL that a request sets therefore protects an
-        entry only from entries of the same account, not from other tenants.
+        An account with window pages that no checkpoint needs is returned at once. Otherwise the next entries of all
+        accounts are compared. The entry with the lowest `Entry.rank` is evicted first, and among equal ranks the entry
+        with the smallest `Policy.priority`. A rank above 0 is the priority that a request set for the entry. In this
+        comparison such a rank counts as 0. A request can therefore protect an entry only from the other entries of its
+        tenant, not from other tenants.
         """
         best = None
         for account in accounts:

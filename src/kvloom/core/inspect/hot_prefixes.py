@@ -42,8 +42,9 @@ class HotPrefixes:
         self._adapter_bytes: dict[str, int] = {}
 
     def walk(self, until: float) -> Iterator[Node]:
-        """Continue the current pass and yield its nodes. Stops at the end of the pass, or when `time.thread_time()`
-        reaches `until`. The next call then continues the pass."""
+        """Continue the current pass over the tree, and yield the visited nodes. If the last pass is complete, begin a
+        new pass. `until` limits the CPU time of this thread (`time.thread_time()`, in seconds). If this time is reached
+        before the end of the pass, the next call continues the pass."""
         if not self._todo:
             self._todo, self._best, self._bytes = list(self._state.tree.roots.values()), [], Counter()
         while self._todo:

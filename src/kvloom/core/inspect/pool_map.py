@@ -70,8 +70,8 @@ class PoolMap:
         self._branches = HotPrefixes(state, branches)
 
     def look(self, seconds: float = 0.003) -> dict[str, Any]:
-        """Return the map. The walk over the tree takes at most `seconds`. The other costs grow with the number of
-        cells, branches and open sequences."""
+        """Return the map. The walk over the tree takes at most `seconds`. The time of the other work grows with the
+        number of cells, branches and open sequences."""
         self._paint_sequences()
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)

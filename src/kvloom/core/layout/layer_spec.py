@@ -133,7 +133,8 @@ class Field:
 
 
 class VisibilityKind(ABC):
-    """A rule that decides which earlier tokens a query sees. The rule has one parameter, `size`."""
+    """A rule that decides which earlier tokens a query sees. The rule has one parameter, `size` (such as the length of
+    a window, in tokens), which every call gets."""
 
     has_size = True
     is_relative = False
@@ -144,7 +145,8 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
-        """Return the first token that the query at `position` sees. The result must not fall as `position` grows."""
+        """Return the first token that the query at `position` sees, for a rule with the parameter `size`. The result
+        must not fall as `position` grows."""
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:

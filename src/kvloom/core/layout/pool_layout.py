@@ -86,7 +86,8 @@ class PageGroup:
 
     @property
     def columns(self) -> slice:
-        """The group's columns in the block tables. A block has one column for each of its `runs` pages in the group."""
+        """The group's columns in the block tables. A column has one page id for each block. The group has `runs` pages
+        per block, so it has `runs` columns."""
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:

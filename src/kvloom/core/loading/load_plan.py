@@ -27,7 +27,8 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions at which a plan queries the tiers for a snapshot. Each position costs one hash."""
+"""Largest number of positions at which a plan queries the tiers for a snapshot. For each position, one hash is
+computed."""
 LAST_ROUND = 16
 
 
@@ -81,7 +82,7 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
 
 
 class LoadPlan:
-    """The load plan of one match. It is valid until the cache changes. It does not modify the cache."""
+    """The load plan of one match. A plan is valid until the cache changes, and does not modify the cache."""
 
     def __init__(self, layout: PoolLayout, lookup: Lookup, match: Match) -> None:
         self.match, self.block = match, layout.block_tokens

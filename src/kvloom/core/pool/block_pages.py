@@ -107,14 +107,15 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Add one reference to every page in `rows`. Returns the number of bytes that were not in use before."""
+        """Add one reference to every page in `rows`. Returns the bytes of the pages that were cached before, and are
+        now in use."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Remove one reference from every page in `rows`. Returns two numbers: the bytes of pages that are no longer
-        in use, and the bytes of those pages that are now free."""
+        """Remove one reference from every page in `rows`. Returns two numbers: the bytes of the pages that were in use
+        and are now cached or free, and the bytes of those that are free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())

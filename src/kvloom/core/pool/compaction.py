@@ -60,7 +60,8 @@ class Compaction:
         return False
 
     def renumber(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the page ids `old` of a size class by `new` in all references, and queue the copies of the pages."""
+        """Replace the page ids `old` by `new` in all references, and queue the copies of the pages. `cls` is the index
+        of the size class of the pages."""
         self.moved_pages += old.size
         self._copies.add_move(cls, old, new)
         new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
@@ -82,7 +83,8 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted page ids `old` by `new` in block tables, sequences and page holders."""
+        """Replace the sorted page ids `old` by `new` in block tables, sequences and page holders. `cls` is the index of
+        the size class of the pages."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:

@@ -44,7 +44,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one reference to each page. Returns how many pages were not in use before."""
+    """Add one reference to each page. Returns how many pages were cached before, and are now in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -54,8 +54,8 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
-    free. Writes the free pages to `out`."""
+    """Remove one reference from each page. Returns two numbers: the pages that were in use and are now cached or free,
+    and how many of these pages are free. Writes the ids of the free pages to `out`."""
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
     idle = _once(at[left == 0], once)
@@ -126,7 +126,8 @@ def _real(ids: Ids) -> tuple[At, bool]:
 
 
 def _once(at: At, once: bool) -> At:
-    """Return each page id once, in the order of the first occurrence. `once` states that the ids already differ."""
+    """Return each of the page ids `at` once, in the order of the first occurrence. `once` states that no id occurs
+    twice."""
     if once:
         return at
     first: At = np.sort(np.unique(at, return_index=True)[1])

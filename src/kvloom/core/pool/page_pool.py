@@ -100,7 +100,7 @@ def _count_each(values: Ids) -> tuple[Ids, Index]:
 class PagePool:
     """A pool of `slabs` slabs, which can grow to `reserved` slabs, with pages of several sizes. `pages_per_slab` has
     one number per layer group. All calls take int32 arrays of page ids. Id 0 is skipped. If a call raises, it has
-    changed nothing. Unless stated otherwise, a call costs O(1) per page.
+    changed nothing. Unless stated otherwise, a call takes O(1) time per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
@@ -163,7 +163,8 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each with one reference. If fewer pages are free, return None and change nothing.
+        """Return `n` free pages of the size class with index `cls`, each with one reference. If fewer pages are free,
+        return None and change nothing.
 
         If slabs have several pages, free pages in the slab of page `near` are taken first. After that, while many slabs
         are free, pages come from free slabs. If few slabs are free, partly used slabs are filled.
@@ -243,8 +244,8 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one reference to each page. The pages must be cached or in use. Returns how many pages were not in
-        use before."""
+        """Add one reference to each page. `cls` is the index of the size class of the pages. The pages must be cached
+        or in use. Returns how many of them were cached before, and are now in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -252,8 +253,9 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
-        free."""
+        """Remove one reference of a sequence, pin or transfer from each page. `cls` is the index of the size class of
+        the pages. Returns two numbers: the pages that were in use and are now cached or free, and how many of these
+        pages are free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -265,12 +267,14 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """Count one more prefix cache entry for each page. The pages must be in use or cached."""
+        """Count one more prefix cache entry for each page of the size class with index `cls`. The pages must be in use
+        or cached."""
         c = self.classes[cls]
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Count one prefix cache entry fewer for each page. Returns how many pages became free."""
+        """Count one prefix cache entry fewer for each page of the size class with index `cls`. Returns how many pages
+        became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -303,8 +307,9 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the slab that compaction should empty: the partly used slab with the fewest pages to move. Returns
-        None if there is no such slab, or if its pages do not fit into the free pages of other slabs of its class."""
+        """Return the slab that compaction should empty. This is the partly used slab of the size class with index `cls`
+        that has the fewest pages to move. Returns None if there is no such slab, or if its pages do not fit into the
+        free pages of other slabs of the class."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -313,7 +318,8 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid compaction to move these pages (`count` is 1), or allow the move again (`count` is -1)."""
+        """Forbid compaction to move pages of the size class with index `cls` (`count` is 1), or allow the move again
+        (`count` is -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():
@@ -327,8 +333,9 @@ class PagePool:
         return found
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
-        """Move all pages out of a slab, so that the slab becomes free. The pages get new ids and keep their counts.
-        Calls `renumber(old, new)`, which must update all references and queue the copies."""
+        """Move all pages out of a slab of the size class with index `cls`, so that the slab becomes free. The pages get
+        new ids and keep their counts. Calls `renumber(old, new)`, which must update all references and queue the
+        copies."""
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)

@@ -59,8 +59,8 @@ class PendingCopies:
             self.add(cls, sources, targets)
 
     def add_move(self, cls: int, source: Ids, target: Ids) -> None:
-        """Queue copies that move pages out of slabs. A copy that is queued later and writes to one of these slabs is
-        put into a later batch."""
+        """Queue copies that move pages of the size class with index `cls` out of slabs, from the ids `source` to the
+        ids `target`. A copy that is queued later and writes to one of these slabs is put into a later batch."""
         self.add(cls, source, target)
         self._vacated.update((source // self._per_slab[cls]).tolist())
 

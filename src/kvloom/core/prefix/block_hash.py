@@ -93,14 +93,14 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
 
 
 def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -> bytes:
-    """Return the root hash of one model, tenant, adapter and salt. It is the parent of the first block hash."""
+    """Return the root hash of one model, tenant, adapter and salt. This hash is the parent of the first block hash."""
     parts = (model, tenant, adapter, salt) if salt else (model, tenant, adapter)
     return blake2b(_joined(parts), digest_size=HASH_BYTES, person=b"kvloom.root").digest()
 
 
 def public_root_hash(model: str, adapter: str = "") -> bytes:
-    """Return the root hash of public prefixes of one model and adapter. All tenants share it. It differs from every
-    result of `root_hash`."""
+    """Return the root hash of public prefixes of one model and adapter. All tenants share this hash. No call of
+    `root_hash` returns the same hash."""
     return blake2b(_joined((model, adapter)), digest_size=HASH_BYTES, person=b"kvloom.public").digest()
 
 

@@ -30,8 +30,8 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 class Checkpoints:
-    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not with the length
-    of the prefix.
+    """The base class of `RadixTree`. Handles the checkpoints of its nodes, and the window pages and state snapshots
+    that they need. The time of a call grows with the size of the window, not with the length of the prefix.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ class Ghosts:
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
         """Record that the tokens after the node `after` were evicted. These tokens start with `text` (at most SEEN
-        bytes). `ghost` has the fields of `Ghost`. It is a plain tuple, because most records are never looked up and a
-        tuple is cheaper to create."""
+        bytes). `ghost` has the fields of `Ghost`. `ghost` is a plain tuple, because most records are never looked up
+        and a tuple takes less time to create."""
         seen = self._seen
         # A root hash stays valid when the root is removed.
         place = after.serial if after.parent is not None else after.root.hash

@@ -31,8 +31,8 @@ class HashIndex(Generic[HashKey]):
     """A map from block hashes to the places and groups of their pages. A place is a tier, a peer or a worker. `match`
     applies the same resume rule as the radix tree. Not thread-safe.
 
-    Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and `stored`
-    is faster.
+    Without `keeps_parents` the index stores neither parents nor partial last blocks. The index is then smaller, and
+    `stored` is faster.
     """
 
     __slots__ = (
@@ -182,8 +182,8 @@ class HashIndex(Generic[HashKey]):
             yield
 
     def add_place(self, place: str) -> int:
-        """Register a place if it is new, and return its number. The number is the index of the place in the result of
-        `lengths`."""
+        """Register a place (such as a worker or a tier) if it is new, and return its number. The number is the index of
+        the place in the result of `lengths`."""
         number = self._places.setdefault(place, len(self._places))
         if number == len(self._counts):
             self._counts.append(0)
@@ -304,9 +304,9 @@ class HashIndex(Generic[HashKey]):
         """Return, for each place (for example a worker), the length at which a prompt can resume with the pages of this
         place. Entry i belongs to place number i. Partial last blocks are ignored.
 
-        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and
-        groups, combine their bits with `|` first. Without windows and states, the cost is one comparison per block,
-        plus a small cost per place.
+        `bits` is the result of `bits()` for the prompt's hashes. For several indexes with the same places and groups,
+        combine their bits with `|` first. Without windows and states, a call makes one comparison per block, and does a
+        little work per place.
         """
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)

@@ -98,7 +98,7 @@ class Match:
 
 
 class Lookup:
-    """Looks up prompts in one tree. The cost grows with the nodes passed and the bytes compared."""
+    """Looks up prompts in one tree. The time of a lookup grows with the number of nodes passed and of bytes compared."""
 
     def __init__(self, tree: RadixTree, media: MediaCache, ghosts: Ghosts) -> None:
         self._tree = tree

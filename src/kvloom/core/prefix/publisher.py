@@ -213,11 +213,12 @@ class EventPublisher:
             self.events.emit(BlockRemoved(tuple(reversed(hashes)), self.token_groups, MEDIUM, reason))
 
     def media_stored(self, root: bytes, digest: bytes) -> None:
-        """Publish that the media run of an image was stored."""
+        """Publish that the media run of an image was stored. `root` is the root hash of images, and `digest` identifies
+        the image."""
         self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, MEDIUM))
 
     def media_dropped(self, root: bytes, digest: bytes, reason: str) -> None:
-        """Publish that the media run of an image was removed."""
+        """Publish that the media run of an image was removed. `root` and `digest` are those of `media_stored`."""
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:

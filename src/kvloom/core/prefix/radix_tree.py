@@ -25,12 +25,13 @@ from .publisher import EventPublisher
 __all__ = ["RadixTree", "Retention"]
 
 Retention = tuple[int, float | None]
-"""An eviction priority and its expiry time. None means that the priority does not expire."""
+"""An eviction priority, and the time at which it expires (in seconds of the cache's clock). None means that the
+priority does not expire."""
 
 
 class RadixTree(Checkpoints):
-    """The radix tree. The cost of a walk grows with the nodes passed and the bytes compared. The cost of a split or
-    trim grows with the size of the node.
+    """The radix tree. The time of a walk grows with the number of nodes passed and of bytes compared. The time of a
+    split or trim grows with the size of the node.
     """
 
     def __init__(

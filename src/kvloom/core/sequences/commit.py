@@ -57,7 +57,8 @@ def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length
 
 
 def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
-    """Commit one token for each open sequence in `rows`, which contains row numbers. See `KVCache.commit_many`."""
+    """Commit one token for each of several open sequences. `rows` contains their row numbers in the block tables
+    (`Sequence.row`), and `tokens` has one token id per row. See `KVCache.commit_many`."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     ids = np.frombuffer(token_bytes(tokens), np.int32)
@@ -93,8 +94,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each sequence. `rows` contains the row numbers of the sequences. Blocks of sequences
-    that are the only user of their node are published together, which is cheaper."""
+    """Publish one full block of each sequence. `rows` contains the row numbers of the sequences in the block tables.
+    Blocks of sequences that are the only user of their node are published together, which takes less time."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []

@@ -112,8 +112,8 @@ def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
 
 
 def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
-    """Record a hit of the matched nodes, and return the node that ends at the last block boundary of the hit. If a
-    node contains this boundary, the node is split there."""
+    """Record a hit of the matched nodes below `root`, and return the node that ends at the last block boundary of the
+    hit. If a node contains this boundary, the node is split there."""
     boundary = match.resume // state.block_tokens * state.block_tokens
     tree, node, before, owner = state.tree, root, now, state.accounts.owner(match.control.tenant)
     for passed in match.path:

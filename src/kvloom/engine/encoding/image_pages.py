@@ -84,13 +84,15 @@ def image_key(encoder: str, tenant: str, digest: bytes) -> bytes:
 
 
 def first_page(block_hash: bytes, kind: Kind) -> Objects:
-    """Return the first page of an image as an object of a tier. `block_hash` is the hash of this page."""
+    """Return the first page of an image as an object of a tier. `block_hash` is the hash of this page. `kind` has the
+    group numbers of the pages."""
     return Objects([block_hash], kind.first, _FORM)
 
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
-    """Return the pages [start, stop) of an image as objects of a tier. The first page has its own group number, so one
-    call returns either only the first page (`start` 0, `stop` 1) or only later pages (`start` above 0)."""
+    """Return the pages [start, stop) of an image as objects of a tier. `kind` has the group numbers of the pages. The
+    first page has its own group number, so one call returns either only the first page (`start` 0, `stop` 1) or only
+    later pages (`start` above 0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
         for number in range(start, stop)
@@ -171,13 +173,15 @@ def _size(pages: Pages) -> int:
 
 
 def write_pages(tier: Tier, key: bytes, kind: Kind, tenant: str, pages: Pages, deadline: float) -> None:
-    """Write the pages of an image, the first page last. Raises PagesError if the tier does not store them in time."""
+    """Write the pages of an image, the first page last. The arguments are those of `page_objects`. Raises PagesError if
+    the tier does not store the pages before `deadline`."""
     _move(tier.write, page_objects(key, kind, tenant, 1, len(pages)), pages[1:], deadline)
     _move(tier.write, page_objects(key, kind, tenant, 0, 1), pages[:1], deadline)
 
 
 def read_pages(tier: Tier, key: bytes, kind: Kind, tenant: str, deadline: float) -> Pages:
-    """Return the pages of an image. Raises PagesError if a page is missing, damaged or late."""
+    """Read the pages of an image from a tier. The arguments are those of `page_objects`. Raises PagesError if a page is
+    missing or damaged, or arrives after `deadline`."""
     first = np.empty((1, PAGE_BYTES), np.uint8)
     _move(tier.read, page_objects(key, kind, tenant, 0, 1), first, deadline)
     count = -(-_size(first) // PAGE_BYTES)

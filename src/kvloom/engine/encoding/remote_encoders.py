@@ -48,7 +48,7 @@ LOST_SECONDS = 0.5
 """If the encode worker has neither an image nor its embeddings for this many seconds, the image counts as lost. For a
 shorter time, another worker may still be writing the same image."""
 POLL_SECONDS = (0.002, 0.05)
-"""First and longest time between two lookups of one image."""
+"""Shortest (first) and longest time between two lookups of one image, in seconds."""
 
 
 @dataclass(slots=True)

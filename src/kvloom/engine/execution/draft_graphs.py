@@ -35,8 +35,8 @@ def draft_graph_sizes(step_tokens: int) -> list[int]:
 
 
 def largest_row(row_tokens: int) -> int:
-    """Return the largest number of tokens per request for which graphs are captured. The result is
-    `row_tokens`, rounded up to a power of two. It is at least 2 and at most LARGEST_ROW."""
+    """Return the largest number of tokens per request for which graphs are captured. The result is `row_tokens`,
+    rounded up to a power of two. The result is at least 2 and at most LARGEST_ROW."""
     return min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
 
 

@@ -1,9 +1,9 @@
 """Default step sizes, and the memory budget of the pool: the memory of the device minus the memory that a step
 needs.
 
-On a GPU a trial measures the memory of a step. It runs the largest step on a pool with only the pages of that step.
-For vision models it also encodes an image. The pool gets the memory that remains after the peak of the trial and the
-estimated memory of CUDA graphs. On a CPU the pool has a fixed default size.
+On a GPU a trial measures the memory of a step. The trial runs the largest step on a pool with only the pages of that
+step. For vision models it also encodes an image. The pool gets the memory that remains after the peak of the trial and
+the estimated memory of CUDA graphs. On a CPU the pool has a fixed default size.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ __all__ = ["Mirror", "ModelRunner", "graph_sizes"]
 
 
 MIN_SHARERS = 4
-"""Smallest number of sequences for which a search for shared pages is worth its cost."""
+"""Smallest number of sequences for which a search for shared pages saves more time than it takes."""
 
 
 def graph_sizes(rows: int) -> list[int]:
@@ -144,8 +144,8 @@ class ModelRunner:
         """A function that returns a context, in which the model runs. A draft head sets this function, to store the
         target's hidden states of each step."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
-        """The context for the model and for all computations on logits. It selects batch-invariant kernels, or has no
-        effect."""
+        """The context for the model and for all computations on logits. If the runner is batch-invariant, the context
+        selects batch-invariant kernels. Otherwise the context has no effect."""
         if invariant:
             self._check_batch_invariant()
             from kvloom.kernels.batch_invariant import BatchInvariant
@@ -233,8 +233,8 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return logits [positions, vocabulary] on the device. They are valid until the next step. Does
-        not wait.
+        """Compute a step. Return logits [positions, vocabulary] on the device. The logits are valid until the next
+        step. Does not wait.
 
         Each `Work` in `works` has the tokens of one sequence. `wanted`, `whole` and `pooled` are indices in `works`.
         The result first has rows for each entry of `wanted` (None: all of `works`): one row for its last token, and one
@@ -436,7 +436,8 @@ class ModelRunner:
                 progress(len(wanted) + done + 1, len(wanted) + len(sizes))
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor | None:
-        """Compute a step of single tokens by a graph. Return None if the model cannot be captured."""
+        """Compute a step of single tokens by a graph. The arguments and the result are those of `run`. Return None if
+        the model cannot be captured."""
         size = next(size for size in self._sizes if size >= len(works))
         adapted = any(work.adapter for work in works)
         captured = self._captured(size, self._share(works, size), adapted)

@@ -45,8 +45,8 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Wait for the tokens of a step and apply them to its requests. Return the requests that were unfinished
-        before this call.
+        """Wait for the tokens of a step and apply them to its requests. Return the requests of the step that had not
+        finished before this call.
 
         `launched_since` is the work of the next step, if it is already launched. Also waits up to MASK_SECONDS for
         grammar masks.
@@ -70,7 +70,8 @@ class OutputProcessor:
         self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
     ) -> None:
         """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and one more sampled
-        token, unless it finishes earlier. `open_` are the indices of the unfinished requests in `step.requests`."""
+        token, unless it finishes earlier. `open_` are the indices in `step.requests` of the requests that have not
+        finished."""
         places = accepted_places(tokens, step.drafts)
         self._move_accepted(step, places, open_)
         self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
@@ -101,8 +102,8 @@ class OutputProcessor:
     def _move_accepted(self, step: InflightStep, places: list[list[int]], open_: list[int]) -> None:
         """Move the bytes of accepted tokens of draft trees to the slots of their positions. Call this method before
         the tokens are committed. `places` are the results of `accepted_places`: for each request, the indices of its
-        accepted tokens among the sampled tokens. `open_` are the indices of the unfinished requests in
-        `step.requests`."""
+        accepted tokens among the sampled tokens. `open_` are the indices in `step.requests` of the requests that have
+        not finished."""
         moved: list[MovedToken] = []
         for i in open_:
             sequence, first = step.requests[i].sequence, step.requests[i].computed - 1

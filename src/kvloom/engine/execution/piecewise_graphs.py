@@ -33,9 +33,9 @@ equal. Graphs are used for steps of up to MARGIN times this number.
 
 @contextmanager
 def capturable(device: torch.device) -> Iterator[None]:
-    """Return a context manager for the capture of a graph on `device`. It turns garbage collection off: the collector
-    could destroy an old graph, and the capture would fail. Scalar tensors that modeling code creates are created on the
-    device, because a capture cannot copy them from the host (Gemma 3n).
+    """Return a context manager for the capture of a graph on `device`. The context manager turns garbage collection
+    off. The collector could destroy an old graph, and the capture would fail. Scalar tensors that modeling code creates
+    are created on the device, because a capture cannot copy them from the host (Gemma 3n).
     """
     before = gc.isenabled()
     gc.disable()

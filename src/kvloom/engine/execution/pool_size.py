@@ -59,8 +59,8 @@ class PoolSize:
         self._next_attempt = 0.0
 
     def approach(self) -> None:
-        """Grow or shrink the pool towards the target. Call this method between steps. Costs nothing once the target
-        is reached."""
+        """Grow or shrink the pool towards the target. Call this method between steps. Does nothing once the target is
+        reached."""
         missing = self.target - self._cache.usable_slabs
         if not missing or time.monotonic() < self._next_attempt:
             return

@@ -56,8 +56,8 @@ _POLL_SECONDS = 0.0005
 _MIN_RUN = 4
 """A run of fewer ranges is copied range by range."""
 _MIN_CHECKED_BYTES = 32 * 1024
-"""If a page has fewer bytes than this per layer, all its layers share one checksum, because a checksum per layer
-would cost too much."""
+"""If a page has fewer bytes than this per layer, all its layers share one checksum, because one checksum per layer
+would take too much time."""
 
 
 def form_of(group: PageGroup, run: int) -> Form:
@@ -245,7 +245,7 @@ class RankCopies(Protocol):
         ...
 
     def is_done(self, number: int) -> bool:
-        """Return whether all ranks have made a copy."""
+        """Return whether all ranks have made the copy with this number."""
         ...
 
     def check(self) -> None:

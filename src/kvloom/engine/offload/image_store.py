@@ -72,8 +72,8 @@ class ImageStore:
         return found
 
     def save(self, image: Image, made: torch.Tensor) -> None:
-        """Store the embeddings of an image ([tokens, hidden]). Copies them to host memory now. Other tiers get them in
-        the background.
+        """Store `made`, the embeddings of an image ([tokens, hidden]). Copies the embeddings to host memory now. Other
+        tiers get them in the background.
         """
         self._stats.encoded_images += 1
         if not image.store or not self._is_usable or made.shape[1] != self._hidden:

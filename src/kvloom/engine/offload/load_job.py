@@ -29,7 +29,7 @@ __all__ = ["LoadChunk", "LoadJob", "LoadLookup", "Phase", "PoolCopy", "TierTrans
 
 
 class Phase(Enum):
-    """The activity of a request while its pages are in transfer."""
+    """What a request does while its pages are in transfer."""
 
     WAITING = "waiting"
     """The request waits for its pages."""

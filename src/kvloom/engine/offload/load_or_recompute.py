@@ -60,8 +60,9 @@ class LoadOrRecompute:
         self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
-        """Return how many tokens the request computes before the next decision. 0 means that it waits for pages. If
-        loading saves no time, returns all tokens up to the end of the prompt.
+        """Return how many tokens the request computes before the next decision. 0 means that the request waits for
+        pages. `at` states which tokens are computed and loaded. If loading saves no time, returns all tokens up to the
+        end of the prompt.
         """
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds

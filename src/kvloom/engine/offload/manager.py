@@ -62,7 +62,8 @@ _COMPUTE = Decision(Action.COMPUTE)
 
 
 def _innermost(place: OpenTier) -> Tier:
-    """Return the tier that stores the pages, without the tiers that wrap it to convert pages."""
+    """Return the tier that stores the pages of the opened tier `place`, without the tiers that wrap it to convert
+    pages."""
     tier: Tier = place.tier
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
@@ -206,7 +207,8 @@ class OffloadManager:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
 
         If another worker computes the prompt (`awaits_peer`), starts a hand-over instead. Otherwise does nothing if
-        host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs. Costs a match and a load plan.
+        host memory is the only tier, or if there are MAX_PREFETCH_JOBS load jobs. Takes as long as a match and a load
+        plan.
 
         `find_match` returns the match of the request. `can_wait` means that other requests are scheduled first.
         """
@@ -224,9 +226,10 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return how many tokens after `match` can be loaded from tiers, and the seconds until these tokens are loaded.
-        Does not start a load. The seconds are 0 if no load was measured. Returns None while the tiers look up the
-        pages. If host memory is the only tier, the call makes a load plan.
+        """Return how many tokens after `match` can be loaded from tiers, and the estimated seconds until these tokens
+        are loaded. The seconds are 0 until the first load has been timed. The call looks up pages, but loads none.
+        Returns None if the request has a load job whose lookup in tiers is not complete. Without a load job, the call
+        looks only in host memory.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0
@@ -243,7 +246,7 @@ class OffloadManager:
 
         Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
         otherwise. The call may publish loaded pages in the cache, so the caller must match again if `cache.version`
-        changed. If no tier has a page, the call costs a dictionary lookup.
+        changed. If no tier has a page, the call takes only as long as a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:

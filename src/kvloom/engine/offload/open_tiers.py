@@ -40,7 +40,7 @@ __all__ = ["open_offload", "opened_tiers"]
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
 """Bytes of host memory that an engine without a host tier reserves, because every transfer passes through host
-memory. False: on a CPU. True: on a GPU."""
+memory. The key is False for an engine on a CPU, and True for an engine on a GPU."""
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def open_offload(
 
 
 def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
-    unchanged."""
+    """If the opened tier `place` re-encodes pages, wrap it, so that servers with other KV dtypes can use its pages.
+    Other tiers are returned unchanged."""
     if not isinstance(place.tier, LossyTier):
         return place
     return replace(place, tier=ValueTier(place.tier, value_forms(layout)))

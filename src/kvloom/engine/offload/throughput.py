@@ -14,8 +14,8 @@ class TimeModel:
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Sum of weights from which the estimate is trusted: three measurements. The first measurement often includes
-    one-time costs.
+    """Sum of weights from which the estimate is trusted: three measurements. The first measurement often includes work
+    that is done only once, such as an allocation.
     """
 
     def __init__(self) -> None:

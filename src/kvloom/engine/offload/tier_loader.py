@@ -44,7 +44,7 @@ MAX_HOST_SHARE = 0.9
 MIN_WAIT_SECONDS = 0.002
 """Shortest useful wait in seconds. Thread switches take about as long."""
 MAX_SHORT_WAIT_SECONDS = 0.01
-"""Longest wait of a short prompt, in seconds. It applies if `wait_share` allows only a shorter wait. See
+"""Longest wait of a short prompt, in seconds. This limit applies if `wait_share` allows only a shorter wait. See
 `_max_lost_seconds`."""
 
 
@@ -132,7 +132,7 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def loads_always(self, request: Request) -> bool:
-        """Return whether a request loads every page that a tier has, without comparing times. This holds for
+        """Return whether a request loads every page that a tier has, without comparing times. This is True for
         handed-over requests and, if configured, for all requests.
         """
         return self.config.load == "always" or request.awaits_peer is not None

@@ -19,8 +19,8 @@ __all__ = ["UnitCopies"]
 
 
 class UnitCopies:
-    """Cuts pages in host memory into units of HASH_TOKENS tokens, in background threads. Stores the units in host
-    memory, too. Workers of every block size can use units. A unit for which host memory has no space is skipped.
+    """Cuts pages in host memory into units of HASH_TOKENS tokens, in background threads. Also stores the units in host
+    memory. Workers of every block size can use units. A unit for which host memory has no space is skipped.
     """
 
     def __init__(self, host: HostTier, forms: Mapping[Form, UnitForm]) -> None:

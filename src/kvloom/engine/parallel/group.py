@@ -65,7 +65,7 @@ SETTINGS = (
 )
 """Settings that every rank must know."""
 START_SECONDS = 1800.0
-"""Longest time until a rank has loaded its weights."""
+"""Longest time until a rank has loaded its weights, in seconds."""
 CLOSE_SECONDS = 5.0
 Message = TypeVar("Message", Started, Ready)
 _encoder = msgspec.msgpack.Encoder()
@@ -233,7 +233,7 @@ class RankGroup:
         runner.mirror = DraftMirror(self._writer)
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
-        """Send a step to all ranks."""
+        """Send a step to all ranks. The arguments are those of `ModelRunner.run`."""
         assert self._writer is not None
         self._send(self._writer.write(works, wanted, whole, pooled))
 

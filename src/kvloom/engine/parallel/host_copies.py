@@ -30,7 +30,8 @@ __all__ = ["HostCopies", "RankHost"]
 
 POLL_SECONDS = 0.001
 SHARE_SECONDS = 600.0
-"""Longest time until a rank has mapped the host tier. On a GPU it also pins the memory."""
+"""Longest time until a rank has mapped the memory of the host tier, in seconds. On a GPU, the rank also pins the memory
+in this time."""
 
 
 class HostCopies:
@@ -76,7 +77,7 @@ class HostCopies:
         return self._start(CopyHost(True, group.index, _bytes(pages), _bytes(offsets)))
 
     def is_done(self, number: int) -> bool:
-        """Return whether all ranks have made a copy."""
+        """Return whether all ranks have made the copy with this number."""
         return min(self._done) >= number
 
     def copied(self, rank: int, number: int) -> None:

@@ -188,7 +188,8 @@ class StepWriter:
         self._sequences: dict[int, tuple[Any, int]] = {}
 
     def write(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> Step:
-        """Return the message of a step. Takes time in proportion to its sequences and changed blocks."""
+        """Return the message of a step. The arguments are those of `ModelRunner.run`. The time grows with the number of
+        sequences and of changed blocks."""
         tables = self._cache.block_tables
         rows = np.array([work.sequence.row for work in works], np.int64)
         first = tables.take_changed(rows).astype(np.int64)

@@ -18,7 +18,7 @@ from .messages import LoadAdapter
 __all__ = ["RankAdapters", "adapter_messages"]
 
 MESSAGE_BYTES = 16 << 20
-"""A message has weights of about this size, or one larger matrix."""
+"""A message contains weights of about this many bytes, or one larger matrix."""
 
 
 def adapter_messages(slot: int, adapter: LoraAdapter) -> Iterator[LoadAdapter]:

@@ -20,11 +20,11 @@ __all__ = ["StepChannel", "create_memory"]
 
 SLOTS = 4
 SLOT_BYTES = 256 << 20
-"""Largest message. Memory that no message has used takes no space."""
+"""Largest size of a message in bytes. Parts of a slot that no message has used take no memory."""
 HEADER_BYTES = 4096
 SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 SPINS = 100
-"""Checks without a pause, before `write` sleeps between checks."""
+"""Number of checks without a pause, before `write` sleeps between checks."""
 
 
 def create_memory() -> int:
@@ -65,8 +65,8 @@ class StepChannel:
         self._count += 1
 
     def read(self, length: int, rank: int) -> bytes:
-        """Return the next message, which has `length` bytes, and mark its slot as read. Call this after `length` has
-        arrived over the socket."""
+        """Return the next message, which has `length` bytes, and record that `rank` has read its slot. Call this method
+        after `length` has arrived over the socket."""
         at = HEADER_BYTES + self._count % SLOTS * SLOT_BYTES
         message = self._memory[at : at + length]
         self._count += 1

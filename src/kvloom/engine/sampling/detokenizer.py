@@ -25,7 +25,7 @@ BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """Converts the output tokens of one request to text, token by token. Each `add` costs two short decodes,
+    """Converts the output tokens of one request to text, token by token. Each `add` decodes two short lists of tokens,
     independent of the length of the output."""
 
     __slots__ = ("_before", "_ids", "_prefix", "_skip", "_tokenizer")
@@ -59,8 +59,7 @@ class Detokenizer:
         return self._advance(text)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """Add all remaining tokens of the output and return their text, including incomplete characters. Costs one
-        decode."""
+        """Add all remaining tokens of the output and return their text, including incomplete characters. Decodes once."""
         self._ids += tokens
         return self.flush()
 

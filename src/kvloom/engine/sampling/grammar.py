@@ -158,7 +158,8 @@ class GrammarState:
         return not self.failed and self._accepts
 
     def fork(self) -> GrammarState:
-        """Return a copy of this state. Later changes of one do not affect the other."""
+        """Return a copy of this state. Later changes of the copy do not affect this state, and later changes of this
+        state do not affect the copy."""
         self._settle()
         other = GrammarState(self.grammar, self.grammar.next_key(), self.mask, self._done, self._accepts)
         other._error = self._error
@@ -206,7 +207,7 @@ class GrammarState:
 
 class Grammar:
     """A compiled grammar and its process. `ready` means that the grammar is compiled, or failed with an `error`.
-    `start` is cheap.
+    `start` takes little time.
     """
 
     def __init__(
@@ -229,8 +230,8 @@ class Grammar:
         self.late = False
         self.key = -1
         self.queued = self.wanted = time.monotonic()
-        """`queued` is the time when the grammar was first requested. `wanted` is the time of the latest request, or the
-        time when the grammar became ready, if that is later.
+        """Two times of the monotonic clock. `queued` is the time when the grammar was first requested. `wanted` is the
+        time of the latest request, or the time when the grammar became ready, if that is later.
         """
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
@@ -383,7 +384,8 @@ class Grammars:
         self._count = 0
 
     def compile(self, kind: StructureKind, text: str) -> Grammar:
-        """Return the compiled grammar of `text`, cached for later requests. Waits until it is compiled.
+        """Return the compiled grammar of `text`, cached for later requests. Waits until it is compiled. `kind` is the
+        language of `text`, such as a regular expression or a JSON schema.
 
         Raises ValueError if the text is invalid, uses a feature that the library cannot enforce, or exceeds a limit."""
         grammar = self.begin(kind, text)
@@ -393,8 +395,8 @@ class Grammars:
         return grammar
 
     def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
-        """Start to compile a grammar and return it. Does not wait. Call `poll` until the grammar is ready. Raises
-        GrammarBusyError if too many grammars wait.
+        """Start to compile the grammar of `text` and return it. The arguments are those of `compile`. Does not wait.
+        Call `poll` until the grammar is ready. Raises GrammarBusyError if too many grammars wait.
         """
         # Tenants do not share grammars. Otherwise the time of a request would reveal that another tenant uses one.
         digest = hashlib.sha256(f"{kind}:{tenant}\0{text}".encode("utf-8", "surrogatepass")).digest()

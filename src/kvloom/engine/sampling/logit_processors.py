@@ -31,7 +31,7 @@ class TokenCounts:
 
     def update(self, tokens: Sequence[int], prompt: int) -> None:
         """Record the tokens that were appended to `tokens` since the last call. The first `prompt` tokens belong to the
-        prompt and do not count as output. The cost grows with the number of new tokens.
+        prompt and do not count as output. The time grows with the number of new tokens.
         """
         for i in range(self._seen, len(tokens)):
             token = tokens[i]

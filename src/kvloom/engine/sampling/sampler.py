@@ -310,8 +310,8 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return `rows`, and a mask for each of these requests: one bit per token, which is set if the request may
-    sample the token.
+    """Return `rows`, and a mask for each of these requests: one bit per token, which is set if the request may sample
+    the token. `every` has the sampling parameters of all requests, and `rows` are indices in `every`.
     """
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
@@ -330,8 +330,8 @@ def _bad_tokens(request: SamplingRequest) -> list[int]:
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """Yield the requests that are not greedy, grouped by the number of most likely tokens from which they sample
-    (see `_Draw`)."""
+    """Yield the requests that are not greedy, grouped by the number of most likely tokens from which they sample (see
+    `_Draw`). `every` has the sampling parameters of all requests."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:

@@ -86,8 +86,8 @@ class Admission:
         `loading` contains requests that wait for copies into the pool, each with the number of tokens for which it
         has reserved pages.
 
-        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1
-        µs more per running request.
+        Takes about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step takes 1 µs
+        more per running request.
         """
         if self._projections is None:
             running = list(running)

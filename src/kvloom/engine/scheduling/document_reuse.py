@@ -81,7 +81,7 @@ class DocumentReuse:
         return [(ids, control, key) for key, (ids, control) in found.items()]
 
     def computing(self, key: bytes) -> Request | None:
-        """Return the unfinished request that computes the document `key`, or None."""
+        """Return the request that computes the document `key`. Returns None if there is none, or if it has finished."""
         found = self._computing.get(key)
         return None if found is None or found.finish_reason is not None else found
 

@@ -132,8 +132,8 @@ class Feasibility:
         return images.media[-1].stop, [max(item.tokens for item in images.media)]
 
     def _most_slabs(self, length: int, most_full: int | None = None) -> int:
-        """Return the largest number of slabs that a sequence uses while it grows to `length` tokens. Costs
-        milliseconds for models with windows."""
+        """Return the largest number of slabs that a sequence uses while it grows to `length` tokens. Takes milliseconds
+        for models with windows."""
         pages = self._pages_for(length, most_full)
         slabs = [
             -(-count // cls.per_slab)

@@ -118,7 +118,7 @@ class Lookahead:
         """Return whether a waiting request should wait for a checkpoint that another prompt takes in this step.
 
         `resume` is the position at which the request could resume now. The request should wait if it could resume at
-        the checkpoint, and the checkpoint is after `resume`. Costs one comparison per announced checkpoint.
+        the checkpoint, and the checkpoint is after `resume`. Makes one comparison per announced checkpoint.
         """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):

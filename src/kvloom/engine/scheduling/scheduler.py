@@ -44,13 +44,13 @@ __all__ = ["Scheduled", "Scheduler"]
 UNKNOWN = np.array([-1])
 MAX_ROOTS = 64
 """A miss is compared with the cached prefixes of other tenants only if the radix tree has at most this many roots.
-Each combination of tenant and adapter has a root, and each root costs a tree walk.
+Each combination of tenant and adapter has a root, and each root needs a walk over its tree.
 """
 MAX_PROMPT_LOGPROBS = 256
 """Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
 MAX_DEFERRED = 256
 """Largest number of requests that a step defers because other requests compute their next block. Each deferred request
-costs a match."""
+needs a match, which takes time."""
 MAX_WITHOUT_SLOT = 256
 """If a request lacks a slot for its adapter, and the step has already deferred this many requests for any reason, the
 step admits no more requests."""
@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def open(self) -> list[Request]:
-        """The unfinished requests."""
+        """All requests that are running, waiting or deferred."""
         open_ = (*self.running, *self.slo.held)
         return [*(request for request in open_ if request.finish_reason is None), *self._queue]
 
@@ -268,8 +268,9 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget. Return the remaining budget. Only tenants whose `turn` (sort key)
-        is before `below` are considered. `empty` means that no request ran when the step began.
+        """Admit waiting requests within the budget, and add their work to `picked`. Return the remaining budget. Only
+        tenants whose `turn` (sort key) is before `below` are considered. `empty` means that no request ran when the
+        step began.
 
         A waiting request stays in the queue in two cases. Another request computes or loads its next block
         (`next_blocks`), or another request will take a checkpoint at which the waiting request can resume. No page
@@ -453,9 +454,9 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the largest number of prompt tokens of a step that several tenants share. It is smaller than the usual
-        budget, so that a new tenant starts sooner. With images it is the usual budget, because an image that must not
-        be split may need a large step.
+        """Return the largest number of prompt tokens of a step that several tenants share. The number is smaller than
+        the usual budget, so that a new tenant starts sooner. With images, the number is the usual budget, because an
+        image that must not be split may need a large step.
         """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -487,8 +488,8 @@ class Scheduler:
         return max(1, int(self.max_running * self._shares[tenant]))
 
     def _excess(self, tenant: TenantQueue) -> float:
-        """Return the number of bytes that a tenant uses above its share of the pool. It is negative if the tenant
-        uses less."""
+        """Return the number of bytes that a tenant uses above its share of the pool. The number is negative if the
+        tenant uses less than its share."""
         return tenant.account.counted_in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property
@@ -519,8 +520,8 @@ class Scheduler:
         """Exclude a tenant from admission in this step, by adding it to `passed`, because its next request lacks pages.
         Return whether other tenants may still be admitted.
 
-        If the step has work already, all tenants that use at least their guaranteed share are excluded too. Otherwise
-        they would take the pages that become free.
+        If the step already has work (`picked`), all tenants that use at least their guaranteed share are also excluded.
+        Otherwise these tenants would take the pages that become free.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
@@ -767,8 +768,8 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
     ) -> None:
-        """Schedule one token of each decoding request. `rows` are the row numbers of their sequences in the block
-        tables."""
+        """Schedule one token of each decoding request, and add the work to `picked`. `rows` are the row numbers of the
+        sequences in the block tables. `places` is that of `schedule`."""
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case

@@ -31,9 +31,9 @@ from .waiting_queue import WaitingQueue
 __all__ = ["SloGate"]
 
 RECHECK_SECONDS = 0.02
-"""Time between two decisions about a deferred request."""
+"""Time between two decisions about a deferred request, in seconds."""
 LOOKUP_SECONDS = 0.05
-"""Longest time that a decision waits for a lookup in tiers."""
+"""Longest time that a decision waits for a lookup in tiers, in seconds."""
 
 
 class SloGate:
@@ -50,7 +50,8 @@ class SloGate:
         self._open: list[Request] = []  # admitted requests with an objective that have not finished
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Update the estimates with a step that has just ended."""
+        """Update the estimates with a step that has just ended. The step had the amounts of work `size`, and took
+        `seconds`."""
         self.admission.observe_step(size, seconds)
         self._last_step = self._cache.clock.now()
 
@@ -232,8 +233,9 @@ class SloGate:
 
 
 def _seconds_left(request: Request, now: float) -> float:
-    """Return the seconds until the first token of a waiting request is due. Return infinity if the request has no TTFT
-    objective, or if it has a deadline: its TTFT then counts from the end of its wait."""
+    """Return the seconds until the first token of a waiting request is due, according to its TTFT objective. Return
+    infinity if the request has no TTFT objective. Also return infinity if the request has a deadline. Such a request
+    may wait, and its TTFT is counted only from the end of the wait."""
     slo = request.slo
     if slo is None or slo.objective.ttft_ms is None or slo.objective.deadline_ms is not None:
         return math.inf

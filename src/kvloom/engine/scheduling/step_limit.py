@@ -35,8 +35,8 @@ class StepLimit:
 
     @property
     def tokens(self) -> int:
-        """The limit of the next step. It applies to the number of prompt tokens, and separately to the number of
-        decoding requests. It is at least LEAST_TOKENS, unless `most` is smaller."""
+        """The limit of the next step. The limit applies to the number of prompt tokens, and separately to the number of
+        decoding requests. The limit is at least LEAST_TOKENS, unless `most` is smaller."""
         if self._speed is None:
             return self._most
         fitting = int(self._speed * SHARED_SECONDS) // LEAST_TOKENS * LEAST_TOKENS

@@ -78,7 +78,8 @@ class WaitingQueue:
         self._loading_blocks: set[NextBlock | None] = set()
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over unfinished requests, in no defined order."""
+        """Iterate over the waiting requests, in no defined order. Skips requests that have ended while they waited (for
+        example by an abort), but are still in the queue."""
         behind = chain.from_iterable(self._behind.values())
         queued = (request for tenant in self._active for _, request in tenant.heap)
         requests = (*queued, *(request for request, _ in self._loading), *behind)
@@ -106,8 +107,8 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. A tenant that had no waiting requests starts at the service level of the active tenants. It
-        therefore gains no advantage from idle time.
+        """Queue a request. A tenant that had no waiting requests starts at the service level of the active tenants, so
+        it gains no advantage from idle time.
         """
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:

@@ -107,7 +107,7 @@ class Acceptance:
         self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
 
     def observe_draft(self, known: dict[str, Estimate], proposer: str, draft: Draft, accepted: int) -> None:
-        """Add the measurement of a verified draft, like `observe`."""
+        """Like `observe`, for the draft `draft`, of which `accepted` tokens were accepted."""
         if not draft.chances:
             self.observe(known, proposer, len(draft.tokens), accepted)
             return
@@ -237,9 +237,9 @@ class Controller:
         return due
 
     def review(self, proposer: str, value: float) -> None:
-        """Decide again about a proposer that is off, if `value` has risen by RISE since it was turned off. `value` is
-        the mean `Estimate.value`. For a lookup, it is the mean share of draft tokens that equal the output, over its
-        unverified drafts."""
+        """Let the controller decide again about a proposer that is off, if `value` has risen by RISE since the proposer
+        was turned off. `value` is the mean `Estimate.value`. For a lookup proposer, `value` is the mean share of draft
+        tokens that equal the output, over drafts that no step verified."""
         off = self._off.get(proposer)
         if off is not None and value > off.value + RISE:
             del self._off[proposer]

@@ -104,8 +104,9 @@ class HeadProposer(DraftModelProposer):
             tree.add_children([next(found) for _ in tree.current], depth + 1)
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Compute the tokens of a launched step, like `DraftModelProposer`. If the proposer is `complete`, also compute
-        the tokens of its own drafts again, because the target has replaced their hidden states.
+        """Compute the tokens of a launched step, like `DraftModelProposer`. `own` has the ids of the requests whose
+        drafts this proposer made. These requests are skipped, unless the proposer is `complete`. A complete proposer
+        computes the tokens of its own drafts again, because the target has replaced their hidden states.
         """
         self._compute([(request, part) for request, part in work if self._complete or id(request) not in own])
 

@@ -40,7 +40,7 @@ class NGramProposer:
         self._min_match = min_match
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """Propose drafts (see `Proposer`). Costs about 10 µs per request."""
+        """Propose drafts (see `Proposer`). Takes about 10 µs per request."""
         return [
             self._long_enough(*self._propose(request, count))
             for request, count in zip(requests, counts, strict=True)
@@ -85,7 +85,7 @@ class SuffixProposer(NGramProposer):
         self._past_tokens = 0
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """Propose drafts (see `Proposer`). Costs about 20 µs per request."""
+        """Propose drafts (see `Proposer`). Takes about 20 µs per request."""
         return [self._longest(request, count) for request, count in zip(requests, counts, strict=True)]
 
     def request_finished(self, request: DraftedRequest) -> None:

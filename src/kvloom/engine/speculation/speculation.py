@@ -1,7 +1,8 @@
 """Speculation of one engine: requests drafts from the proposers, and counts proposed and accepted tokens.
 
 The next step is scheduled only after a step with drafts has finished, because the next input of a request depends on
-its accepted tokens. The same holds for steps with grammars or penalties.
+its accepted tokens. After a step with grammars or penalties, the next step is also scheduled only when the step has
+finished.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REVIEW_SECONDS, REVIEWED_TOKENS = 0.001, 4
 """Limits of one review (see `_review`) of a lookup that is off: its longest time, and the number of draft tokens that
 it compares per request."""
 MASK_SECONDS = 0.01
-"""Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
+"""Longest wait for the grammar masks of drafts, in seconds. A draft whose masks are late is dropped."""
 
 
 def longest_draft(proposers: Iterable[str], draft_tokens: int | None, tree_nodes: int = 0) -> int:

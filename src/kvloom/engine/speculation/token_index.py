@@ -3,7 +3,7 @@
 A dictionary contains the latest position of each n-gram of three tokens. A list links each position to the previous
 position of the same n-gram. The search follows these links through at most CANDIDATES positions. It compares tokens
 backwards from each position, and returns the longest match. A suffix tree would also find longer matches at older
-positions, but costs more.
+positions, but needs more time and memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BULK = 64
 
 
 class TokenIndex:
-    """An index of `tokens`. Adding many tokens at once costs about 0.2 µs per token."""
+    """An index of `tokens`. Adding many tokens at once takes about 0.2 µs per token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -42,8 +42,9 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """Computes the attention of a step for layers with the visibility rule `span`. The first call makes the plan,
-    and later layers reuse it. `tile` overrides the chosen tile size."""
+    """Computes prefill attention in one step, for all layers that have the visibility `span` (full attention or a
+    window). `attend` is called once per layer. The call for the first layer makes the plan, and the calls for the other
+    layers reuse it. `tile` overrides the chosen tile size."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device

@@ -54,8 +54,8 @@ def attend_blocks(
     split blocks are written to `parts` and `part_lse`. `ids` are the image ids of the queries, or None. `scales` is the
     kind of page scales (see `check_call`).
 
-    `span` is used instead of the visibility rule in `mask`. It is the same rule, or full attention if no sequence is
-    longer than the window.
+    `span` is used instead of the visibility rule in `mask`. `span` is the same rule, or full attention if no sequence
+    is longer than the window.
     """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)

@@ -82,8 +82,8 @@ def _finish(
     OUT, LSE, SINKS, VS, head_scale, token, head, mine, peak, weight, acc0, acc1, out_token, out_head, lse_token, lse_head,
     DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of a program's query rows to OUT and LSE. If values have one scale per head, VS +
-    `head_scale` is the address of the scale."""
+    """Write the results of a program's query rows to OUT and LSE. `mine` masks the rows that exist. If values have one
+    scale per head, VS + `head_scale` is the address of the scale."""
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SCALES == 1:

@@ -75,8 +75,8 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load a tile [rows, WIDTH_] from memory, from column START on. `offsets` has the position of each tile row in
-    memory. With CHECK, rows that `ok` does not mark are zeros."""
+    """Load a tile [rows, WIDTH_] from the array at address `base`, from column START on. `offsets` has the position of
+    each tile row in the array. With CHECK, rows that `ok` does not mark are zeros."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -116,7 +116,9 @@ def _seen(
     t, ok, first, last, own, tree_rows, TREES, BOUNDS: tl.constexpr, TREE: tl.constexpr, SMALL: tl.constexpr
 ):
     """Return which tokens of a unit (BN tokens) each query row sees, as a mask [tokens, rows] if SMALL, else [rows,
-    tokens]."""
+    tokens]. `first` and `last` are the first and last visible token of each row. With TREE, `own` is the position of
+    the first query of each row's sequence, and TREES + `tree_rows` is the row's mask over the queries of the sequence.
+    """
     t = t[:, None] if SMALL else t[None, :]
     seen = ok[:, None] if SMALL else ok[None, :]
     end = last[None, :] if SMALL else last[:, None]

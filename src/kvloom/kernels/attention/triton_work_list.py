@@ -59,8 +59,11 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """Add the sink of a head, a logit without a value, to a softmax. `norm` is the factor that normalises the sums,
-    and `log` the base-2 logarithm of the sum of weights. Returns the new `norm` and `log`."""
+    """Add attention sinks to the softmax of a tile of query rows. A sink is a learned logit of a head, without a value,
+    so it only increases the sum of softmax weights. `SINKS` points to one sink per head. `head` is the head of each
+    row, and `mine` masks the rows that the tile really has. `norm` is 1 / (sum of weights), by which the caller
+    multiplies its weighted sum of values. `log` is the base-2 logarithm of the sum of weights. Returns the new `norm`
+    and `log`."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -247,8 +247,9 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Merge two kinds of partial results of each query: the results over its own tokens, and the results over the
-        shared runs that the query reads. A shared run is a page range that several sequences share."""
+        """Merge two kinds of partial results of each query: the results over its own tokens (from the work list `own`),
+        and the results over the shared runs that the query reads (from the work list `shared`). A shared run is a page
+        range that several sequences share."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

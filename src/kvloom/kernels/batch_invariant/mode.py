@@ -3,10 +3,10 @@
     with BatchInvariant():
         model(...)
 
-The functions of `products` replace matrix products and sums along rows. Element-wise operations, row-wise
-operations and data movement still run in torch. Any other operation raises ValueError with its name. The mode does
-not intercept kvloom's own kernels. Dispatch costs a few microseconds per operation. A captured graph has no such
-cost.
+The functions of `products` replace matrix products and sums along rows. Element-wise operations, row-wise operations
+and data movement still run in torch. Any other operation raises ValueError with its name. The mode does not intercept
+kvloom's own kernels. Dispatch takes a few microseconds of CPU time per operation. A captured graph runs without
+dispatch.
 """
 
 from __future__ import annotations

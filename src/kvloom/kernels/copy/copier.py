@@ -104,8 +104,8 @@ class Copier:
     `wait(stream)` makes a stream wait. A copy starts after all work queued on the current stream, or after the event
     `after`.
 
-    Until the event completes, the caller must keep `host`, pool and copier alive. It must not access the copied rows
-    of `host`. It must not access the pages of a scatter, and must not overwrite the pages of a gather.
+    Until the event completes, the caller must keep `host`, pool and copier alive. The caller must not access the copied
+    rows of `host` or the pages of a scatter, and must not overwrite the pages of a gather.
 
     Gathers and scatters use separate streams and overlap. Calls of one direction run in order, and only one thread at
     a time may make them. The first staged copy of a direction allocates 32 MiB of device memory.

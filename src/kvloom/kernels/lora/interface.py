@@ -2,8 +2,9 @@
 
     out[token] += b[slot] @ (a[slot] @ x[token])        for every token with a slot above 0
 
-Linear layers with the same input may be joined into one product. The term of such a product has several parts: one
-for each layer. A slot of `a` has the rows of all parts, one after the other.
+Linear layers with the same input, such as the projections to Q, K and V, may be joined into one matrix product. Each
+joined layer is one part of the product. Parts are numbered from 0. A slot of `a` has the rows of all parts, one after
+the other.
 
 CPU tensors run in torch, one adapter after the other (the oracle). CUDA tensors run in Triton as two grouped products,
 without waiting for the device, so that graphs can capture the call.
@@ -26,11 +27,12 @@ def add_low_rank(
     part: int | None = None,
     invariant: bool = False,
 ) -> None:
-    """Add the low-rank terms of the adapters to `out` [..., outputs], in place. `x` [..., inputs] is the input of the
-    product. With `part`, `out` has only the columns of this part, which is one of the joined layers.
+    """Compute the low-rank term of each token's adapter, and add it to `out` in place. `x` [..., inputs] is the input
+    of a linear layer, and `out` [..., outputs] is its output. If several linear layers are joined, `out` has the
+    columns of all of them. With `part`, `out` has only the columns of the joined layer with this number.
 
-    With `invariant`, the bits of a token's result do not depend on the other tokens (CUDA only). On a CPU, a step
-    without adapters computes nothing.
+    With `invariant`, the bits of a token's result do not depend on the other tokens of the step. A CPU ignores this
+    option.
     """
     flat, found = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if len(flat) != rows.count or len(found) != rows.count:
@@ -57,7 +59,8 @@ def _add_one(
     at: slice | torch.Tensor,
     part: int | None,
 ) -> None:
-    """Add the term of one adapter to the tokens `at`."""
+    """Add the low-rank term of one adapter to the rows of `out` whose indexes are `at`. `views` has the weights of the
+    adapter. `part` is that of `add_low_rank`."""
     own, rank = x[at], weights.rank
     low = own @ views.a
     for place, b in views.b.items():

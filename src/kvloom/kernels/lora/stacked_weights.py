@@ -127,8 +127,9 @@ class LowRankWeights:
             self.b[slot - 1].zero_()
 
     def load(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copy the weights of an adapter for one part to a slot. The slot must be empty (see `clear`). `a` has the
-        shape [rank, inputs], and `b` [outputs, rank]. `b` includes the scale of the adapter."""
+        """Copy the weights of an adapter to a slot. `part` is the number of the joined layer to which the weights
+        belong. The slot must be empty (see `clear`). `a` has the shape [rank, inputs], and `b` [outputs, rank]. `b`
+        includes the scale of the adapter."""
         rank = len(a)
         if rank > self.rank:
             raise ValueError(f"an adapter of rank {rank} does not fit slots of rank {self.rank}")

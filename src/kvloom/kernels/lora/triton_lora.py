@@ -123,8 +123,8 @@ def add_low_rank(
     part: int | None = None,
     invariant: bool = False,
 ) -> None:
-    """Add the low-rank terms to `out` [tokens, outputs], whose columns are adjacent. See `interface.add_low_rank`.
-    With `invariant`, every step uses the same tiles."""
+    """The CUDA version of `interface.add_low_rank`. `out` is [tokens, outputs], with adjacent columns. With
+    `invariant`, every step uses the same tiles."""
     order, slots, blocks = rows.order, rows.slots, weights.blocks
     if order is None or slots is None or blocks is None:
         raise ValueError("the rows of the step are on the host: make them with AdapterRows.sorted_by_slot")

@@ -207,8 +207,8 @@ def _choose_kernel(
     SLOTS: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_BINS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of ROWS tokens (see `Routing`). `choice` has the scores that the selection compares. It is
-    -inf for padding, for experts that are already selected, and for experts of groups that are not selected."""
+    """Select the experts of ROWS tokens (see `Routing`). `choice` has the scores that the selection compares. The score
+    is -inf for padding, for experts that are already selected, and for experts of groups that are not selected."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, BINS), tl.arange(0, SLOTS)
     real = (expert < EXPERTS)[None, :]
@@ -292,7 +292,8 @@ def gate_up(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     picked: int, activation: Any, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return act(gate) * up for every row of every tile, [rows, inner]."""
+    """Return act(gate) * up for every row of every tile, [rows, inner]. `rows` has the pair of each tile row, and
+    `owners` the expert of each tile."""
     _, both, dim = weight.shape
     inner = both // 2
     out = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)

@@ -157,8 +157,8 @@ def stored_arguments(rows: StateRows) -> dict[str, object]:
 
 
 def batch_invariant_kernel(kernel: Any) -> Any:
-    """Return a version of the kernel for batch-invariant calls. It is compiled once per layer, for all sizes and
-    alignments of a call.
+    """Return a version of the kernel for batch-invariant calls. This version is compiled once per layer, for all sizes
+    and alignments of a call.
 
     Triton normally compiles special versions for a size of 1 and for aligned addresses. These versions could sum in
     another order. The arguments of the pages may be specialised, because they never change.

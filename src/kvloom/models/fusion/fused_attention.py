@@ -186,8 +186,9 @@ KNOWN_ARGUMENTS = IGNORED | {
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Replace the forward of an attention module by a fused forward. Returns whether it was replaced. It is replaced
-    only if, on random input, both forwards pass the same tensors to the pages and return the same result.
+    """Replace the forward of an attention module by a fused forward. Returns whether the forward was replaced. The
+    forward is replaced only if, on random input, the old and the new forward pass the same tensors to the pages and
+    return the same result.
 
     The projections of the module must already be joined. The default `implementation` depends on the device.
     """

@@ -137,9 +137,9 @@ class _RecordingPages:
 
 
 def fuse_latent_attention(module: Any) -> bool:
-    """Replace the forward of an MLA module by a fused forward. Returns whether it was replaced. It is replaced only
-    if, on random input, both forwards write the same latents and return the same result. The norms of the module
-    must already be fused."""
+    """Replace the forward of an MLA module by a fused forward. Returns whether the forward was replaced. The forward is
+    replaced only if, on random input, the old and the new forward write the same latents and return the same result.
+    The norms of the module must already be fused."""
     if not keeps_latents(module) or not hasattr(module, "layer_idx"):
         return False
     config, norm = getattr(module, "config", None), getattr(module, "kv_a_layernorm", None)

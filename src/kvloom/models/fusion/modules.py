@@ -449,7 +449,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
 
 def _fuse_latent_attention(module: Any) -> bool:
     """Fuse an MLA module on a GPU. Return whether it was fused. An MLA module on a CPU is not changed, because
-    launches cost little there."""
+    operations start quickly there."""
     return next(module.parameters(), torch.empty(0)).is_cuda and fuse_latent_attention(module)
 
 

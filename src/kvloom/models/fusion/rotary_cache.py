@@ -29,7 +29,8 @@ class RotaryCache:
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
     def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
-        """Return cos and sin of every position: [positions, 2, dim]."""
+        """Return cos and sin of every position: [positions, 2, dim]. `kind` has the extra arguments of the rotary
+        embedding."""
         pieces = []
         for first in range(0, self.limit, TABLE_CHUNK):
             places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)

@@ -42,8 +42,8 @@ def model_fingerprint(model: Any) -> str:
 
 
 def vision_fingerprint(model: Any) -> str:
-    """Return the fingerprint of a model's image part, which has 32 characters. It does not depend on the text part
-    of the model.
+    """Return the fingerprint of a model's image part, which has 32 characters. The fingerprint does not depend on the
+    text part of the model.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     parts = [one for one in tensors if not _TEXT_PARTS & set(one[0].split("."))]

@@ -42,8 +42,8 @@ class LoraAdapter:
     """One version of an adapter. `pairs` has the weights by name of the linear layer. `digest` identifies config and
     weights.
 
-    If `invocation_tokens` is not empty, the adapter is an activated LoRA. It applies from the last occurrence of these
-    tokens in the prompt on."""
+    If `invocation_tokens` is not empty, the adapter is an activated LoRA. The adapter then applies to the last
+    occurrence of these tokens in the prompt, and to all tokens after it."""
 
     path: str
     digest: str

@@ -124,7 +124,7 @@ def attend(
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
     """Run `Pages.attend`. While a compiler traces, call the custom operation. Otherwise call the method directly,
-    because torch's dispatcher costs more than the call."""
+    because torch's dispatcher takes longer than the call."""
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
         return out

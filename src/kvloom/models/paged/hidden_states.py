@@ -34,8 +34,8 @@ class HiddenStates:
         self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
 
     def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
-        """Write hidden states [tokens, size] to pages. They belong to all tokens of a step, or, with `at`, to the
-        tokens that have these indexes in the step."""
+        """Write hidden states [tokens, size] to pages. Without `at`, there is one hidden state for each token of the
+        step. With `at`, the hidden states belong to the tokens that have these indexes in the step."""
         pages, places = batch.pages[self._group][self._run], batch.places
         if at is not None:
             pages, places = pages[at], places[at]

@@ -38,8 +38,8 @@ def absorb(query: torch.Tensor, weight: torch.Tensor, rotated: int) -> torch.Ten
 
 @torch.no_grad()
 def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply queries [tokens, heads, dim] by the up-projection of keys [heads, dim, rank]. Writes the products to
-    `out` [tokens, heads, rank]. All tensors may have any strides."""
+    """Multiply queries [tokens, heads, dim] by `weight`, the up-projection of keys [heads, dim, rank]. Writes the
+    products to `out` [tokens, heads, rank]. All tensors may have any strides."""
     torch.bmm(query.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
@@ -47,8 +47,8 @@ def into_latent_space(query: torch.Tensor, weight: torch.Tensor, out: torch.Tens
 def out_of_latent_space(
     found: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply attention results in latent space [tokens, heads, rank] by the up-projection of values [heads, dim,
-    rank]. Returns the products [tokens, heads, dim]. Writes to `out` if it is given."""
+    """Multiply `found`, the attention results in latent space [tokens, heads, rank], by `weight`, the up-projection of
+    values [heads, dim, rank]. Returns the products [tokens, heads, dim]. Writes to `out` if it is given."""
     if out is None:
         out = found.new_empty((*found.shape[:2], weight.shape[1]))
     torch.bmm(found.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
@@ -174,8 +174,8 @@ class ExpandedPlan:
     def _add_long(
         self, place: int, bounds: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> None:
-        """Add the parts of a sequence that is longer than the limit: first a part with its new tokens, then parts of
-        at most `limit` cached tokens."""
+        """Add the parts of the sequence with index `place`, which is longer than the limit: first a part with its new
+        tokens, then parts of at most `limit` cached tokens."""
         queries = slice(bounds[place], bounds[place + 1])
         count = queries.stop - queries.start
         cached = lengths[place] - count

@@ -162,7 +162,7 @@ class Pages(EmptyCache):
         PAGES_BY_HANDLE[self.handle] = self
 
     def set_host_memory(self, arena: torch.Tensor) -> None:
-        """Set the host memory that contains cold pages. It has slabs of the same layout as the pool. Copies
+        """Set the host memory that contains cold pages. This memory has slabs of the same layout as the pool. Copies
         nothing."""
         arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
         for name, view in layer_views(arena, self.layout).items():
@@ -344,8 +344,8 @@ class Pages(EmptyCache):
         packed queries [tokens, heads, dim] over the pages: [tokens, heads, dim of v]. If the step is divided, all these
         tensors have only the tokens of this rank.
 
-        `latent_values` is the number of dims of a latent that are values. `rotary` is (cos, sin), each [1, tokens,
-        dim] with every angle twice. It is used only in steps that a CUDA graph computes. In these steps, queries are
+        `latent_values` is the number of dims of a latent that are values. `rotary` is (cos, sin), each [1, tokens, dim]
+        with every angle twice. `rotary` is used only in steps that a CUDA graph computes. In these steps, queries are
         rotated in place, and keys are rotated while they are written.
         """
         view = self._views[layer_idx][0]

@@ -118,8 +118,9 @@ class _SummedLinear(nn.Linear):
 
 
 def _spans_ranks(own: Any, whole: Any) -> bool:
-    """Return whether a module is a norm that needs values of several ranks. The result is False for a norm over groups
-    of values if every group is complete on one rank."""
+    """Return whether a module is a norm that needs values of several ranks. `own` is the module of this rank, and
+    `whole` the same module in the whole model. The result is False for a norm over groups of values if every group is
+    complete on one rank."""
     if "Norm" not in type(own).__name__ or own.weight.dim() != 1 or "weight" in dict(own.named_buffers()):
         return False
     sizes = [getattr(each, "group_size", None) for each in (own, whole)]
@@ -130,8 +131,8 @@ def _spans_ranks(own: Any, whole: Any) -> bool:
 
 
 def _gather_norm(own: Any, whole: Any, ranks: Ranks) -> None:
-    """Change a norm: it gathers its inputs from all ranks, computes the norm of all values, and returns only the
-    values of this rank."""
+    """Change the norm `own` of this rank. The changed norm gathers its inputs from all ranks, computes the norm of all
+    values, and returns only the values of this rank. `whole` is the same norm in the whole model."""
     size = len(own.weight)
     total = len(whole.weight)
     copies = size * ranks.shard.count // total  # ranks that share heads have equal values, which count once

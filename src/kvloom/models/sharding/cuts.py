@@ -38,7 +38,8 @@ class Cuts:
         self.ranges, self._zeroed = ranges, zeroed
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a weight, as a copy if it was cut."""
+        """Return the rank's part of the weight `whole`, which has the name `name`. The part is a copy if the weight was
+        cut."""
         if name in self._zeroed:
             return torch.zeros_like(whole)
         found = whole
@@ -59,8 +60,8 @@ def cut_axis(whole: torch.Tensor, axis: int, ranges: list[Range]) -> torch.Tenso
 
 
 def find_cuts(whole: nn.Module, own: nn.Module, shard: Shard) -> Cuts:
-    """Compare the shapes of a whole model and of a rank's model, both without data. Raises ModelError for a weight
-    that cannot be cut."""
+    """Return how each weight of a model is cut for one rank. Compares the shapes of the weights in the whole model
+    (`whole`) and in the rank's model (`own`), both without data. Raises ModelError for a weight that cannot be cut."""
     ranges: dict[str, dict[int, list[Range]]] = {}
     zeroed = set()
     named = dict(_tensors(own))
@@ -134,8 +135,8 @@ def _ranges(
 def _parts(
     whole: nn.Module, own: nn.Module, name: str, tensor: torch.Tensor, axis: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the sizes of the parts of an axis, in the whole model and in the rank's model. An axis has several
-    parts if a weight joins several matrices, such as [q|k|v]."""
+    """Return the sizes of the parts of a weight's axis, in the whole model (`whole`) and in the rank's model (`own`).
+    An axis has several parts if a weight joins several matrices, such as [q|k|v]."""
     path, _, leaf = name.rpartition(".")
     if leaf in ("weight", "bias"):
         path, _, leaf = path.rpartition(".")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 __all__ = ["RankError", "RankGroups", "Ranks", "Shard"]
 
 START_SECONDS = 1800.0
-"""Time limit of a collective until `limit` is called. Ranks load their weights at different speeds."""
+"""Time limit of a collective in seconds, until `limit` sets another one. The limit is long, because ranks load their
+weights at different speeds."""
 
 
 class RankError(RuntimeError):
@@ -48,7 +49,7 @@ class Ranks:
 
     def __init__(self, shard: Shard, meeting: Path, device: torch.device) -> None:
         """Connect to the other ranks, and wait until every rank has connected. The ranks find each other through the
-        file `meeting`. It must be a new file, and every rank must pass the same path."""
+        file `meeting`. `meeting` must be a new file, and every rank must pass the same path."""
         self.shard, self.device = shard, device
         library: Any = dist  # untyped, because torch has no types for some of these names
         store = library.FileStore(str(meeting), shard.count)

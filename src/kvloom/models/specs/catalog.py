@@ -1,5 +1,5 @@
-"""Models known by name, configs on disk, and embedded models with weights. Needs no network, because names refer to
-files of this installation."""
+"""Models known by name, configs on disk, and embedded models (small models whose weights the package contains). Needs
+no network, because names refer to files of this installation."""
 
 from __future__ import annotations
 

@@ -283,8 +283,8 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of MLA: the compressed latent followed by the shared rotary key. It is not sharded, so every
-    rank has a copy."""
+    """Return the field of MLA: the compressed latent followed by the shared rotary key. This field is not sharded, so
+    every rank has a copy."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
     )

@@ -74,8 +74,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. It contains the model's name and the layer
-        specs, and does not depend on weights."""
+        """Return a text that is the same for equal specs in every process. The text contains the model's name and the
+        layer specs, and does not depend on weights."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
             fields["span"] = fields.pop("visibility")  # fingerprints of existing pages use this key
@@ -141,8 +141,9 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec:
-    """Return one spec with the layers of both models. The draft's layers get the prefix `DRAFT_PREFIX`, the lifetime
-    "draft", and the additional `fields`. They therefore share no pages with the target's layers."""
+    """Return one spec with the layers of a target model and of its draft model. The names of the draft's layers get the
+    prefix `DRAFT_PREFIX`, and these layers get the additional `fields`. Their `LayerSpec.lifetime` is the label
+    "draft". Layers with different labels never share a page, so the pages of both models are separate."""
     beside = {
         f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft", fields=spec.fields + fields)
         for name, spec in draft.layers.items()

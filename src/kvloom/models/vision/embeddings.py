@@ -53,7 +53,8 @@ class Embeddings:
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:
-        """Write an image's embeddings ([tokens, hidden]) to its pages. `rows` [pages, 1] has the page ids."""
+        """Write `made`, the embeddings of an image ([tokens, hidden]), to the pages of the image. `rows` [pages, 1] has
+        the page ids."""
         ids = upload(rows[:, 0].astype(np.int64), self._pages.device)
         whole = made.new_zeros((len(rows) * self.each, self._hidden))
         whole[: len(made)] = made

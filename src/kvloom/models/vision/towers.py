@@ -88,7 +88,8 @@ class Tower(Protocol):
     inputs: tuple[str, ...]
 
     def shaped(self, given: Tensors) -> Tensors:
-        """Return the tensors of one image or clip in the shape that `embed` takes. Raises ValueError for others."""
+        """Return the tensors of one image or clip in the shape that `embed` takes. Raises ValueError for tensors that
+        `embed` cannot take."""
 
     def embed(self, inputs: Tensors) -> torch.Tensor:
         """Run the tower on the tensors of one image or clip. Return its embeddings: [tokens, numbers]."""
@@ -130,7 +131,8 @@ class ImageTower:
         return torch.cat([_joined(part) for part in parts], -1)
 
     def sample(self) -> Tensors:
-        """Return an image of zeros. It has the size in the config, or 1024 tokens if the model supports any size."""
+        """Return an image of zeros. The image has the size in the config, or 1024 tokens if the model supports any
+        size."""
         config = self._model.config.vision_config
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         if GRID in self.inputs:

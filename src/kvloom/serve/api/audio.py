@@ -33,7 +33,8 @@ class RequestAudio:
         self._bytes, self._seconds = 0, 0.0
 
     def add(self, part: dict[str, Any], where: str) -> None:
-        """Read the clip of a content part. Raises ApiError if the clip is invalid or exceeds a limit."""
+        """Read the clip of a content part (a part of a message). `where` names the part in error messages. Raises
+        ApiError if the clip is invalid or exceeds a limit."""
         self._check_count(where, "messages")
         text = _of_url(part, where) if part["type"] == "audio_url" else _of_fields(part, where)
         self._check_bytes(max(0, len(text) * 3 // 4 - 2), where, "messages")

@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 HEAD_BYTES = 1 << 16
-"""Largest size of the request line and headers of a request, in bytes. It is checked after each read from the socket, so
-one read may exceed it.
+"""Largest size of the request line and headers of a request, in bytes. The size is checked after each read from the
+socket, so the last read may exceed the limit.
 """
 
 SEND_BUFFER_BYTES = 1 << 17

@@ -135,8 +135,8 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Build a second tokenizer that does not recognise the texts of control tokens. It recognises secret aliases
-        instead, which a request cannot contain.
+        """Build a second tokenizer that does not recognise the texts of control tokens. The second tokenizer recognises
+        secret aliases instead, which a request cannot contain.
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -165,7 +165,7 @@ class ControlTokens:
 
 
 class _Texts:
-    """The texts of control tokens, and the search for them. The cost of a search grows with the length of the text."""
+    """The texts of control tokens, and the search for them. The time of a search grows with the length of the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(texts)
@@ -233,7 +233,8 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token with the text `alias` that treats spaces around it in the same way as `token`."""
+    """Return an added token with the text `alias` that treats spaces around it in the same way as `token`. `kind` is
+    the class of added tokens."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

@@ -439,7 +439,7 @@ class ChatEndpoint(GenerationEndpoint):
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
-        """Return a function that creates the parser of one answer. It is called once for each answer."""
+        """Return a function that creates the parser of one answer. The function is called once for each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
         functions = _functions(fields) if _has_tools(fields) else None
         forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)

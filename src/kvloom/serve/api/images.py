@@ -35,7 +35,8 @@ class RequestImages:
         self._bytes = self._pixels = 0
 
     def add(self, part: dict[str, Any], where: str) -> None:
-        """Read the image of a content part. Raises ApiError if the image is invalid or exceeds a limit."""
+        """Read the image of a content part (a part of a message). `where` names the part in error messages. Raises
+        ApiError if the image is invalid or exceeds a limit."""
         if self._refusal:
             raise bad_request(
                 refused("images, model", where=where, model=self._model, reason=self._refusal), "messages"

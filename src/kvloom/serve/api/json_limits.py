@@ -31,7 +31,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 1 << 17
 """Limit of values (items of lists and objects) in one nested field."""
 MAX_CONTAINERS = 1 << 18
-"""Limit of lists, objects and their keys in a body."""
+"""Largest number of lists, objects and keys of objects in a body, all together."""
 MAX_ITEMS = 1 << 20
 """Limit of items in all lists and objects of a body."""
 

@@ -145,7 +145,7 @@ def documentation_routes(described: dict[str, Any]) -> list[Route]:
 
 
 def _page(described: dict[str, Any]) -> str:
-    """Return the description as an HTML page."""
+    """Return the OpenAPI description `described` as an HTML page."""
     rows, tables = [], []
     for path, methods in described["paths"].items():
         for method, operation in methods.items():

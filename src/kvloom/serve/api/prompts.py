@@ -44,7 +44,7 @@ LONG_BYTES = 1 << 16
 """Requests with more bytes use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
 """A text with at most this many characters per allowed token is encoded at once. A longer text is first encoded in
-parts, to count its tokens. It is refused as soon as it has twice the allowed tokens.
+parts, to count its tokens. The text is refused as soon as it has twice the allowed tokens.
 """
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16
@@ -541,7 +541,7 @@ def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list
 
 
 def _encode_tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
-    """Return at least the last `keep` tokens of a text, or all tokens of a shorter text. The cost grows with `keep`,
+    """Return at least the last `keep` tokens of a text, or all tokens of a shorter text. The time grows with `keep`,
     not with the length of the text.
     """
     size, most = SAMPLE_CHARACTERS * keep + MIN_PIECE_CHARACTERS, characters_for(keep)
@@ -590,7 +590,8 @@ class _ContentForms:
         return _ContentForms(writes(PROBE) or not parts, parts)
 
     def check_parts(self, kind: str, where: str) -> None:
-        """Raise ApiError unless the template supports lists of parts, which messages with images or audio have."""
+        """Raise ApiError unless the template supports lists of parts, which messages with images or audio have. The
+        error message names `kind` (images or audio) and `where` (the message)."""
         if not self.parts:
             raise bad_request(
                 f"{where}: the chat template has no place for {kind}: start the server with --chat-template FILE",
@@ -601,9 +602,9 @@ class _ContentForms:
 def _read_content(
     place: int, message: dict[str, Any], limits: PromptLimits, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return `message` with its content in a form that the template supports. Without images and audio, this is one
-    text, or one text part if the template supports only parts. With them, it is a list of parts. Raises ApiError for
-    other content.
+    """Return `message` with its content in a form that the template supports. Content without images and audio becomes
+    one text, or one text part if the template supports only parts. Content with images or audio becomes a list of
+    parts. Raises ApiError for other content. `place` is the index of the message in the request, for error messages.
     """
     where = f"messages[{place}]"
     role = message.get("role")

@@ -51,7 +51,8 @@ class Usage:
         return {"approximate": True} if any(self.reused.values()) else {}
 
     def prompt_details(self) -> dict[str, int]:
-        """Return how many prompt tokens were cached, and how many were reused, if any."""
+        """Return the number of prompt tokens that were cached. If K and V of prompt tokens were copied from documents,
+        also return the number of these tokens (`reused_tokens`)."""
         reused = sum(self.reused.values())
         return {"cached_tokens": sum(self.cached.values())} | ({"reused_tokens": reused} if reused else {})
 
@@ -159,7 +160,7 @@ class ResponseBuilder(ABC):
         return _event({**entry, "usage": self.usage.to_dict()} if self._usage_always else entry)
 
     def last_event(self) -> bytes:
-        """Return the last event of a stream. It contains the usage if requested."""
+        """Return the last event of a stream. The event contains the usage if requested."""
         last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 

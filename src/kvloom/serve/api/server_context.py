@@ -23,7 +23,8 @@ __all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
 MOST_DIGITS = 18
 SMALL_BODY_BYTES = 1 << 13
-"""Smaller bodies are parsed in the event loop, because a switch to another thread would take longer."""
+"""Bodies with fewer bytes than this are parsed in the event loop, because a switch to another thread would take longer.
+"""
 
 Some = TypeVar("Some")
 

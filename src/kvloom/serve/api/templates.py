@@ -154,8 +154,8 @@ def _limited(source: str, compiled: Any) -> Callable[..., str]:
 
 
 def _environment(original: Any) -> Any:
-    """Return a copy of a template's environment with limits. It counts attribute reads, calls and operators. It checks
-    the length of a text before the text is created.
+    """Return a copy of a template's environment with limits. The copy counts attribute reads, calls and operators, and
+    checks the length of a text before the text is created.
     """
     from jinja2.filters import do_join, do_replace, make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment

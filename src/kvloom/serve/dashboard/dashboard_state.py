@@ -122,9 +122,9 @@ class DashboardState:
         return rates
 
     def past_json(self, at: float) -> bytes | None:
-        """Return the state at the Unix time `at` as JSON. It consists of the last frame (stored state) before `at`,
-        and the samples up to `at`. If there is no earlier frame, the oldest frame is used. Return None if there are
-        no frames. Does not ask the engine.
+        """Return the state at the Unix time `at` as JSON. The JSON contains the last frame (stored state) before `at`,
+        and the samples up to `at`. If there is no earlier frame, the oldest frame is used. Return None if there are no
+        frames. Does not ask the engine.
         """
         found = self._past.find(at)
         if found is None:
@@ -233,7 +233,7 @@ class DashboardState:
 
 
 def _model(served: ServedModel) -> dict[str, Any]:
-    """Return the status, pool, load and hits of one model. They are one row in the dashboard's list of all models."""
+    """Return one row of the dashboard's list of all models: the status, pool, load and hits of one model."""
     stats, facts, metrics = served.engine.stats, served.engine.info, served.metrics
     return {
         "name": served.name,

@@ -46,7 +46,8 @@ class Past:
         self._append(_Frame(at, zlib.compress(document, 1)))
 
     def repeat(self, at: float) -> None:
-        """Add a frame with the time `at` and the document of the newest frame. It costs no memory."""
+        """Add a frame with the time `at` and the document of the newest frame. The new frame shares this document, so
+        it needs no memory."""
         if self._frames:
             self._append(_Frame(at, self._frames[-1].data))
 

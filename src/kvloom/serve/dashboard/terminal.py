@@ -32,7 +32,7 @@ Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Return the whole screen. `note` is shown at the end of the last line."""
+    """Return the whole screen. `mode` selects the colours of the pool map. `note` is the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
@@ -273,8 +273,8 @@ def _drafts(drafts: State) -> str:
 
 
 def _policy(policy: State) -> str:
-    """Return a text that compares the hit rate of the adaptive eviction policy with that of LRU. It is empty for other
-    policies, and until there is something to compare."""
+    """Return a text that compares the hit rate of the adaptive eviction policy with that of LRU. The text is empty for
+    other policies, and until the two policies have been compared."""
     if not policy or not policy["compared_tokens"]:
         return ""
     points = 100 * (policy["gained_tokens"] - policy["lost_tokens"]) / policy["compared_tokens"]

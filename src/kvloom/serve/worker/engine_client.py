@@ -74,8 +74,8 @@ class StartError(Exception):
 
 
 class Backoff:
-    """Computes the pause before each restart. The pause doubles with each restart in the last WINDOW_SECONDS. It is
-    long enough that at most MAX_RESTARTS restarts happen within WINDOW_SECONDS.
+    """Computes the pause before each restart. The pause doubles with each restart in the last WINDOW_SECONDS. The pause
+    is long enough that at most MAX_RESTARTS restarts happen within WINDOW_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Backoff:
 
 
 class EngineClient:
-    """Runs one engine process at a time, and starts a new one when it ends. It calls these functions of its owner:
+    """Runs one engine process at a time. When the process ends, starts a new one. Calls these functions of its owner:
 
     | callback      | called with                                               |
     |---------------|-----------------------------------------------------------|
@@ -143,7 +143,7 @@ class EngineClient:
 
     @property
     def has_open(self) -> bool:
-        """Whether prompts have unfinished answers."""
+        """Whether there are prompts whose answers are not complete."""
         return bool(self._streams)
 
     def new_ids(self, count: int) -> list[int]:

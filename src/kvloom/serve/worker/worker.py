@@ -633,8 +633,8 @@ def _progress(one: _OpenRequest) -> RequestProgress:
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the largest number of tokens that one request may have. It depends on the model, on `pool_bytes`, and on
-    the host memory for cold pages. Cold pages are pages of a running request that do not fit into the pool.
+    """Return the largest number of tokens that one request may have. The number depends on the model, on `pool_bytes`,
+    and on the host memory for cold pages. Cold pages are pages of a running request that do not fit into the pool.
     """
     low, high = 1, engine.cache.max_tokens
     while low < high:

@@ -199,8 +199,8 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Checks whether every user may replace the files of a tier in this directory. This is so if every user may
-    write to the directory and the directory has no sticky bit.
+    """Checks whether another user may replace the files of a tier in this directory. Every user may replace files if
+    every user may write to the directory and the directory has no sticky bit.
 
     Raises TierError if `path` is a symbolic link that another user, except root, created. Also raises TierError
     if another user owns the directory and every user may replace files in it.

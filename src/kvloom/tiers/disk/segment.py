@@ -150,8 +150,8 @@ class Segment:
     def create(
         cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
     ) -> Segment:
-        """Creates a segment file of `size` bytes. Uses buffered I/O if the file system refuses O_DIRECT. Removes
-        the file if an OSError occurs."""
+        """Creates segment file `number`, with `size` bytes, for the pages of `owner`. With `direct`, uses O_DIRECT, or
+        buffered I/O if the file system refuses O_DIRECT. Removes the file if an OSError occurs."""
         name = cls.file_name(number)
         try:
             fd = files.open(name, create=True, direct=direct)

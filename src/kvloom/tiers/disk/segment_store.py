@@ -112,7 +112,7 @@ class SegmentStore:
         return get_unexpired
 
     def segment_bytes_for(self, tenant: str) -> int:
-        """Returns the segment size for a tenant's pages."""
+        """Returns the size of a segment file for a tenant's pages, in bytes."""
         return self._owners.of_tenant(tenant).segment_bytes
 
     def used_by(self, tenant: str) -> int:

@@ -76,7 +76,7 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
     """Copies the layer runs of a page to `into` and returns their checksums. With `of_target`, the checksums are
     computed from `into` after the copy, else from `page`.
 
-    Costs little more than a copy, because the copied bytes are still in the processor's cache.
+    Takes little more time than a copy, because the copied bytes are still in the processor's cache.
     """
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.copy(into, page, run_bytes, of_target)
@@ -113,8 +113,9 @@ def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> byt
 
 
 def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Receives layer runs from a connected socket into `into` and returns their checksums. Returns None or raises in
-    the same cases as `send_checked`. Raises ConnectionError at the end of the stream.
+    """Receives layer runs from a connected socket into `into` and returns their checksums. `until` limits the time as
+    in `send_checked`, and the same cases return None or raise an error. Raises ConnectionError at the end of the
+    stream.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None

@@ -9,7 +9,7 @@
            checksum u64                                    xxh3 of the header up to here
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
-A run is a layer run. It is sealed if it is encrypted or authenticated with a tenant's key. A page is plain if it is
+A run is a layer run. A run is sealed if it is encrypted or authenticated with a tenant's key. A page is plain if it is
 neither compressed nor sealed. The cipher is 0 (not sealed), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher
 1 is AES-256-GCM of format version 2, whose pages are stored under `Objects.keys`. Such pages are still read, but no
 longer written.
@@ -283,9 +283,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context with which the layer runs of a page are sealed. It contains `key` (block hash, group and
-    form) and the format of the page. The tag of a layer run authenticates this context, the number of the layer
-    run and the salt of the page. A layer run therefore cannot be moved to another page or position."""
+    """Returns the context with which the layer runs of a page are sealed. The context contains `key` (block hash, group
+    and form) and the format of the page. The tag of a layer run authenticates this context, the number of the layer run
+    and the salt of the page. A layer run therefore cannot be moved to another page or position."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
@@ -293,8 +293,9 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome.
-    `body` begins with layer run `first`. `body` and `into` may be the same memory if nothing is compressed.
+    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome. `head`
+    is the header of the stored page, and `body` begins with layer run `first`. `body` and `into` may be the same memory
+    if nothing is compressed.
 
     If the outcome is not OK, the bytes of `into` are undefined. If the codec has keys, a page that is not sealed is
     UNTRUSTED.

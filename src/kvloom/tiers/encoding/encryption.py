@@ -52,7 +52,8 @@ class PageCipher(Protocol):
     opened only with the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
-        """Returns the sealed layer run, followed by its tag of TAG_BYTES."""
+        """Seals layer run number `number` of the page. Returns the sealed layer run, followed by its tag of TAG_BYTES
+        bytes."""
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:

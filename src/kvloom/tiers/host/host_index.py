@@ -313,8 +313,8 @@ class HostIndex:
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether the page at `offset` may be evicted for `account`. This needs two conditions. First, the
-        page is still stored under `key`, and no lease refers to it. Second, one of these is true:
+        """Returns whether the page at `offset` may be evicted for `account`. The page may be evicted if two conditions
+        are met. First, the page is still stored under `key`, and no lease refers to it. Second, one of these is true:
 
         - The page belongs to `account`.
         - The page belongs to an account that uses more than its guaranteed part.

@@ -44,8 +44,8 @@ class HostConfig:
     """Settings of a host tier.
 
     - `slab_bytes`: at least the size of the largest page. Use the slab size of the pool layout.
-    - `checked`: the tier stores and verifies checksums, for memory that is not trusted. Checksums cost about as much as
-      the copy.
+    - `checked`: the tier stores and verifies checksums, for memory that is not trusted. Checksums take about as much
+      time as the copy.
     - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 

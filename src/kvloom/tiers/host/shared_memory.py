@@ -1,8 +1,8 @@
 """Memory that other processes of this user on this host can map. Peers map the arena of a host tier in this way, and
 copy pages without socket traffic.
 
-The memory has no name in any directory, so nothing remains when the process ends. It exists only on Linux. On other
-systems peers use TCP.
+The memory has no name in any directory, so nothing remains when the process ends. Such memory exists only on Linux. On
+other systems peers use TCP.
 """
 
 from __future__ import annotations

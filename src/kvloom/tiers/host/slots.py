@@ -1,4 +1,4 @@
-"""The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
+"""The state of the host tier's pages, in arrays with one slot per page. A batch needs a few array operations.
 
 A slot represents an arena page from its allocation until the page is freed. If an object is evicted for a new object of
 the same size, the new object gets the slot. `LruOrder` orders slots by last use. This module is not thread-safe. The
@@ -23,7 +23,7 @@ FIRST_TICK = 1 << 62
 _STALE_LIMIT = 4096
 """Number of outdated entries that an LruOrder may have before it removes them."""
 _PART_SLOTS = 256
-"""Batches of slots are stored in parts of this size. Removing outdated slots checks one part at a time."""
+"""Batches of slots are stored in parts of this many slots. Removing outdated slots checks one part at a time."""
 
 
 class Slots:
@@ -107,9 +107,9 @@ class Slots:
 
 class LruOrder:
     """Slots ordered by last use, least recent first. Each call of `touch` adds a batch: the used slots, and the
-    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the
-    old batch is skipped. Adding a batch costs one append. Finding the least recently used slot costs
-    amortised O(1). `demote` adds a batch before all others."""
+    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the old batch
+    is skipped. Adding a batch is one append. Finding the least recently used slot takes amortised O(1) time. `demote`
+    adds a batch before all others."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

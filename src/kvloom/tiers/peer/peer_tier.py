@@ -279,8 +279,9 @@ class PeerConnection(Connection):
 def _connect(
     address: Address, secret: bytes, timeout: float, by: TransferMethod
 ) -> tuple[socket.socket, bool]:
-    """Connects to a server. Returns the socket, and whether a secret is needed. A Unix socket needs no secret,
-    because the kernel identifies the user.
+    """Connects to a server. Returns the socket, and whether a secret is needed. A Unix socket needs no secret, because
+    the kernel identifies the user. Without `secret`, the transfer methods (`by`) "auto" and "shared" first try the Unix
+    socket of a server on loopback.
     """
     try:
         if isinstance(address, UnixAddress):
@@ -341,9 +342,9 @@ def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
     """Opens the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
-    selects the user's default secret. From `config`, only timeout, threads, `batch_bytes` and `pending_bytes`
-    are used. Raises TierError if the peer cannot be reached, and ValueError if `config` has compression or
-    keys."""
+    selects the user's default secret. `by` selects how pages are transferred. From `config`, only timeout, threads,
+    `batch_bytes` and `pending_bytes` are used. Raises TierError if the peer cannot be reached, and ValueError if
+    `config` has compression or keys."""
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
         raise ValueError(

@@ -6,10 +6,9 @@ of the payload.
     message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64
              payload u64, the payload, tag 16
 
-A proof is an HMAC-SHA256 of both nonces and the digest of the server's TLS certificate, under the shared
-secret. It proves that a process has the secret, without sending the secret. A machine between the peers may
-answer with its own certificate, or clear bit 15 of the version. The proofs then differ, and the connection
-is refused.
+A proof is an HMAC-SHA256 of both nonces and the digest of the server's TLS certificate, under the shared secret. A
+proof shows that a process has the secret, without sending the secret. A machine between the peers may answer with its
+own certificate, or clear bit 15 of the version. The proofs then differ, and the connection is refused.
 
 A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction. An
 attacker therefore cannot add, change or repeat messages. Pages follow after a message and have no tag.

@@ -2,7 +2,7 @@
 
     $XDG_STATE_HOME/kvloom/peer-secret    or ~/.local/state/kvloom/peer-secret; mode 0600 in a directory of mode 0700
 
-`kvloom share` creates the default secret once. All processes of this user on this host use it.
+`kvloom share` creates the default secret once. All processes of this user on this host use the default secret.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class _LeaseLimits:
 
     def writer(self, token: bytes) -> int:
         """Returns the number that identifies a client as a writer, computed from its `token`. Other clients cannot
-        guess the number. It is never 0, because 0 stands for this process."""
+        guess the number. The number is never 0, because 0 stands for this process."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 

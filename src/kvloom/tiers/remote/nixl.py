@@ -81,7 +81,7 @@ class NixlFiles(Files):
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         """Reads all bytes with one NIXL transfer, then computes the checksums. Smaller transfers would allow earlier
-        checksums, but would cost more than this saves."""
+        checksums, but would take more time than this saves."""
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
@@ -130,7 +130,7 @@ class NixlFiles(Files):
 
 
 def _finish(agent: Any, handle: Any) -> None:
-    """Waits for a transfer. Raises OSError if it fails."""
+    """Waits until a transfer has ended. Raises OSError if the transfer fails."""
     if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 

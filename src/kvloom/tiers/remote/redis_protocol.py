@@ -44,7 +44,7 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`limit` applies to each exchange (one `send` and its replies). It is the largest number of bytes of all
+        """`limit` applies to each exchange (one `send` and its replies). `limit` is the largest number of bytes of all
         replies together. Replies that are read into the caller's memory do not count."""
         self._limit = limit
         self._budget = 0  # the part of the limit that the current exchange has left

@@ -22,8 +22,9 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreakerConfig:
-    """Settings of the breaker. It opens after `max_failures` failures in a row, for `first_pause` seconds. Each failed
-    probe doubles the pause, up to `max_pause`. A probe without a result after `probe_seconds` counts as failed."""
+    """Settings of the circuit breaker. The breaker opens after `max_failures` failures in a row, for `first_pause`
+    seconds. Each failed probe doubles the pause, up to `max_pause`. A probe without a result after `probe_seconds`
+    counts as failed."""
 
     max_failures: int = 3
     first_pause: float = 0.5

@@ -21,8 +21,8 @@ __all__ = ["open_required", "open_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 Check = Callable[[OpenTier], OpenTier]
-"""A function that checks an opened tier. It returns a tier that can store the caller's pages, possibly a wrapper. If
-the tier cannot store them, the function closes the tier and raises TierError."""
+"""A function that checks an opened tier. The function returns a tier that can store the caller's pages, possibly a
+wrapper. If the tier cannot store them, the function closes the tier and raises TierError."""
 
 
 def open_required(text: str) -> OpenTier:

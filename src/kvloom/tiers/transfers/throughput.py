@@ -18,7 +18,7 @@ class Throughput:
         self.bytes_per_second = 0.0
         """Throughput estimate. 0 before the first measurement."""
         self.last_end = 0.0
-        """Time at which a transfer last ended."""
+        """Time of the monotonic clock at which a transfer last ended."""
         self._bytes = self._seconds = 0.0
 
     def record(self, size: int, began: float, now: float) -> None:

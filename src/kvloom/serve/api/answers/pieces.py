@@ -1,7 +1,7 @@
 """The pieces (reasoning, content, tool calls) of an answer, and the text from which they are read.
 
 A parser is a generator over a TextSource. It reads the text that has arrived, adds pieces, and yields when it needs
-more text. The same code therefore parses streams and whole texts. The cost grows with the length of the text.
+more text. The same code therefore parses streams and whole texts. The time grows with the length of the text.
 """
 
 from __future__ import annotations
