@@ -11,7 +11,7 @@ from kvloom.core import CacheControl, KVCache, PoolLayout, VirtualClock
 from kvloom.core.eviction.adaptive import Adaptive, Visit
 from kvloom.core.prefix.node import Node
 
-from .world import LAYOUTS
+from .world import LAYOUTS, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 BLOCK = 16
 
@@ -372,3 +372,32 @@ def test_a_policy_that_does_not_learn_has_nothing_to_save() -> None:
     cache = Service(60, "lru").cache
     assert cache.save_policy() is None
     cache.restore_policy({"away": b""})
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["state", "state+full"])
+def test_a_checkpoint_that_open_sequences_use_is_evicted_last(kind: str) -> None:
+    """Nodes of an open sequence cannot be evicted, but its checkpoints can."""
+    world = make_world(kind, slabs_for(kind, 800, 16), policy="adaptive")
+    prefix = prompt_of(64, seed=1)
+    first = start(world, prefix + prompt_of(32, seed=2))
+    assert world.cache.checkpoint(first.sequence, 64)
+    run(world, first)
+    checkpoint = first.sequence.used_checkpoints[0]
+    assert checkpoint.position == 64
+    for seed in range(10, 40):
+        world.clock.advance(1)
+        cached(world, prompt_of(48, seed))
+    assert cached(world, prompt_of(48, seed=10)) == 0, "the cache is full, and older entries were evicted"
+    second = serve(world, prefix + prompt_of(16, seed=3))
+    assert second.sequence.resumed == 64
+    assert checkpoint.users == 2
+    finish(world, first)
+    finish(world, second)
+    assert checkpoint.users == 0
+    for seed in range(40, 90):
+        world.clock.advance(1)
+        cached(world, prompt_of(48, seed))
+    assert cached(world, prefix + prompt_of(16, seed=4)) == 0, "without users, it is evicted like others"
