@@ -15,6 +15,7 @@ from kvloom.core import (
     Field,
     KVCache,
     LayerSpec,
+    PageGroup,
     PoolLayout,
     Sequence,
     VirtualClock,
@@ -50,9 +51,9 @@ class Told(HostPages):
     def mark(self, moved: bool = False) -> None:
         self.marks += 1
 
-    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, group: PageGroup, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.copies.append((age, set(pages.tolist())))
-        done = super().offload(stride, pages, offsets, age)
+        done = super().offload(group, pages, offsets, age)
         return LateCopy(lambda: None, 4) if self.late else done
 
     def wait(self, event: Any) -> None:
@@ -294,11 +295,11 @@ class Late(HostPages):
         now = self.buffer.numpy().copy()
         self.then = (now, now if moved or not self.then else self.then[0])
 
-    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, group: PageGroup, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.counts[age] += len(pages)
         if not age:
-            return super().offload(stride, pages, offsets)
-        then = self.then[age - 1]
+            return super().offload(group, pages, offsets)
+        then, stride = self.then[age - 1], group.page_stride
         copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
         return FinishedEvent()
 

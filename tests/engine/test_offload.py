@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import CacheControl, Loading, LoadPlan, Match, Tenant, allocator as room
+from kvloom.core import CacheControl, Loading, LoadPlan, Match, PageGroup, Tenant, allocator as room
 from kvloom.engine import Engine, OffloadConfig, OffloadManager, Request, SamplingParams, opened_tiers
 from kvloom.engine.execution import InflightStep
 from kvloom.engine.offload import HostPages, manager as offload_manager
@@ -514,13 +514,13 @@ class LatePages(HostPages):
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, group: PageGroup, pages: Any, offsets: Any, age: int = 0) -> Any:
         return LateCopy(
-            lambda: HostPages.offload(self, stride, pages, offsets), self.rng.randrange(*self.polls)
+            lambda: HostPages.offload(self, group, pages, offsets), self.rng.randrange(*self.polls)
         )
 
-    def load(self, stride: int, pages: Any, offsets: Any) -> Any:
-        return LateCopy(lambda: HostPages.load(self, stride, pages, offsets), self.rng.randrange(*self.polls))
+    def load(self, group: PageGroup, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.load(self, group, pages, offsets), self.rng.randrange(*self.polls))
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
