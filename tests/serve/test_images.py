@@ -271,6 +271,8 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
 class _Sight:
     """Stands in for a model's vision: splits what the processor below returns."""
 
+    needs_image = False
+
     def split(self, made: dict[str, Any]) -> list[Any]:
         return list(made["pixel_values"])
 

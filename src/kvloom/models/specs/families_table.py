@@ -102,6 +102,13 @@ _T5_NAMES = {
     "num_heads": "num_attention_heads",
     "d_kv": "head_dim",
 }
+_T5_SIZES = {
+    "num_hidden_layers": 6,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "is_encoder_decoder": True,
+}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _QWEN_VL = _sizes(80, 8192, 64, 8, 32768, max_window_layers=80, **_QWEN_WINDOW)
 
@@ -217,7 +224,15 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
     ),
-    **dict.fromkeys(("t5", "mt5", "umt5"), Family(every_layer("full_attention"), {}, names=_T5_NAMES)),
+    "t5": Family(every_layer("full_attention"), _T5_SIZES, names=_T5_NAMES),
+    **dict.fromkeys(
+        ("mt5", "umt5"),
+        Family(
+            every_layer("full_attention"),
+            {**_T5_SIZES, "num_hidden_layers": 8, "num_attention_heads": 6},
+            names=_T5_NAMES,
+        ),
+    ),
     "gpt_bigcode": Family(
         every_layer("full_attention"),
         _sizes(12, 768, 12, None, 1024, multi_query=True),
