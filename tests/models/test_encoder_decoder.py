@@ -118,6 +118,7 @@ def test_the_first_token_of_the_decoder_is_part_of_the_hash() -> None:
     assert (both[0].cached_tokens, both[1].cached_tokens) == (len(PREFIX), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "whisper"])
 def test_requests_in_a_pool_far_too_small(family: str) -> None:
     model = tiny(family)
@@ -138,7 +139,7 @@ def test_requests_in_a_pool_far_too_small(family: str) -> None:
     assert engine.cache.stats()["in_use_pages"] == 0
 
 
-def test_samples_beams_and_drafts_share_the_encoder_input() -> None:
+def test_samples_and_drafts_share_the_encoder_input() -> None:
     model, given = tiny("t5"), input_of("t5", 2)
     engine = engine_of(model, speculate="ngram", draft_tokens=3)
     samples = engine.add(given, SamplingParams(max_tokens=NEW, temperature=0.8, seed=5, n=3))
@@ -197,6 +198,11 @@ def test_prompts_that_an_encoder_cannot_take_are_refused() -> None:
     assert engine.add([3] * 128, GREEDY) is not None
     with pytest.raises(ValueError, match="remove encoders"):
         make_engine(tiny("bart"), 4 << 20, encoders=["peer://127.0.0.1:1?secret=none"])
+
+
+def test_the_limit_of_whisper_is_that_of_its_decoder() -> None:
+    config = tiny("whisper").config.to_dict() | {"max_position_embeddings": 4096}
+    assert model_spec(config).max_context == config["max_target_positions"] == 64
 
 
 def test_the_decoder_of_a_config_runs_alone_unless_the_checkpoint_has_both_parts() -> None:

@@ -454,7 +454,7 @@ def plain_attention_family(text: Mapping[str, Any]) -> Family:
         own: name
         for name, others in _OTHER_NAMES.items()
         for own in others
-        if text.get(own) and (not text.get(name) or "decoder" in own)
+        if text.get(own) and (not text.get(name) or "decoder" in own or own == "max_target_positions")
     }
     missing = [
         key
