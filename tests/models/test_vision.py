@@ -509,7 +509,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
         assert plain.prompt == "So"
         pieces = list(llm.stream(prompt, params))
         assert "".join(piece.text for piece in pieces) == result.outputs[0].text
-        with pytest.raises(ValueError, match="may have 'images' and 'audio'; got 'text'"):
+        with pytest.raises(ValueError, match="may have 'images', 'audio' and 'decoder_prompt'; got 'text'"):
             llm.generate([{"text": words}], params)
     bare = LLM(model, pool_bytes=8 << 20)
     with pytest.raises(ValueError, match="need the model's processor"):

@@ -132,7 +132,9 @@ def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: i
     async def talk() -> None:
         served: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
         written: Any = SimpleNamespace(
-            whole=lambda deltas: threading.current_thread().name.encode(), warning=None
+            whole=lambda deltas: threading.current_thread().name.encode(),
+            warning=None,
+            content_type=b"application/json",
         )
         stream, sent = ResponseStream([1]), []
         stream.put(Delta(1, 0, "", [5], finish_reason="length", prompt_logprobs=[[(5, -1.0, 1)]] * tokens))
