@@ -239,8 +239,6 @@ def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculate": "mtp"}, "output matrix, which is divided"),
-        ({"speculate": "eagle=x"}, "output matrix, which is divided"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "stored for whole layers"),
         ({"batch_invariant": True}, "order of sums"),
@@ -266,7 +264,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 def shard_checkpoint(model: str, config: Any) -> None:
     """Load a rank's part. Fails before the rank is used."""
-    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None)  # type: ignore[arg-type]
+    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None, False)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
