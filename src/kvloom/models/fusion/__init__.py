@@ -10,6 +10,7 @@ with its module. If the results differ, the module is not changed.
 | cpu_decoder_layer | the forward of decoder layers on a CPU                          |
 | rotary_cache      | rotary embeddings, by a table of cos and sin                    |
 | moe               | mixtures of experts                                             |
+| comparison        | nothing: compares a module with its fused form                  |
 | product           | products of linear layers; LoRA may add a term to the result    |
 """
 

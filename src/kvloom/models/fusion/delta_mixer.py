@@ -23,6 +23,7 @@ from kvloom.kernels.fused import gated_rms_norm
 from kvloom.kernels.state import ColumnRuns, DeltaGates, StateRows, causal_conv, delta_rule
 from kvloom.models.paged import PackedStates, current_states, is_dense, run_scan
 
+from .comparison import differ_by_rounding
 from .product import Product, can_join
 
 __all__ = ["FusedDeltaMixer", "fuse_delta_mixer"]
@@ -173,12 +174,5 @@ def _computes_same(module: Any, fused: FusedDeltaMixer, width: int) -> bool:
             return False
         finally:
             current_states.reset(token)
-    return all(_same(*pair) for pair in zip(*found, strict=True))
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ only by rounding."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    distance = torch.dist(a.float(), b.float())
-    return bool(distance <= 8 * max(torch.finfo(a.dtype).eps, 1e-4) * a.float().norm())
+    own, new = found
+    return all(differ_by_rounding(a, b, 8e-4) for a, b in zip(own, new, strict=True))

@@ -47,6 +47,7 @@ from kvloom.kernels.fused import (
 from kvloom.models.paged import is_dense
 
 from . import cpu_decoder_layer
+from .comparison import differ_by_rounding
 from .delta_mixer import fuse_delta_mixer
 from .fused_attention import FusedAttention, fuse_attention
 from .latent_attention import fuse_latent_attention
@@ -103,12 +104,6 @@ def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ only by rounding."""
-    distance = torch.dist(a.float(), b.float())
-    return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
-
-
 class _FusedNorm:
     """The fused forward of a norm. Each call reads the weight of the module, because loading weights may replace the
     tensor. If the weight does not fit the input (Falcon Mamba), the module's own forward runs.
@@ -142,7 +137,7 @@ def _fuse_norm(module: Any) -> bool:
     form: NormForm
     try:
         for form in ("llama", "gemma"):
-            if _same(module(x), rms_norm(x, weight, eps, form)):
+            if differ_by_rounding(module(x), rms_norm(x, weight, eps, form)):
                 module.forward = _FusedNorm(module, eps, form)
                 return True
     except TypeError:  # for example a gated norm, which takes more arguments
@@ -189,7 +184,7 @@ def _fuse_gated_norm(module: Any) -> bool:
         wanted = module(x, gate)
         for order in ("first", "last"):
             fused = _FusedGatedNorm(module, eps, order, groups)
-            if wanted.dtype == x.dtype and _same(wanted, fused(x, gate)):
+            if wanted.dtype == x.dtype and differ_by_rounding(wanted, fused(x, gate)):
                 module.forward = fused
                 return True
     except (RuntimeError, TypeError):  # the module has other arguments, so it is not changed
@@ -227,7 +222,7 @@ def _fuse_mlp(module: Any) -> bool:
     wanted = module(x)
     for activation in ACTIVATIONS:
         both = torch.cat((gate(x), up(x)), -1)
-        if _same(down(act_and_mul(both, activation)), wanted):
+        if differ_by_rounding(down(act_and_mul(both, activation)), wanted):
             module.forward = _FusedMLP(gate, up, down, activation)
             return True
     return False
@@ -369,7 +364,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
     try:
         wanted = module(x.clone())
         output.forward = found._output
-        return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
+        return isinstance(wanted, torch.Tensor) and differ_by_rounding(found(x.clone()), wanted)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False  # the module needs more than hidden states, so it is not changed
     finally:
@@ -429,7 +424,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
     cos, sin = (_random_input(1, 3, 64, like=weight) for _ in range(2))
     try:
         wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
-        same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
+        same = all(differ_by_rounding(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
         return 0  # the function has other arguments or shapes, so it is not changed
     if not same:
