@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ else:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get("KVLOOM_HYPOTHESIS", "plain"))
+
+
+SLOW_TESTS = set(Path(__file__).with_name("slow_tests.txt").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -87,7 +91,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parameter sets of tests with `few(n)` as slow, but for n of them at equal distances."""
+    """Mark as slow: the tests in slow_tests.txt, and the parameter sets of tests with `few(n)`, but for n of them at
+    equal distances."""
+    for item in items:
+        if item.nodeid in SLOW_TESTS:
+            item.add_marker(pytest.mark.slow)
     sets: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") is not None:

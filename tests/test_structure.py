@@ -291,6 +291,14 @@ def test_other_code_imports_the_interface_of_a_folder(package: str) -> None:
     assert not wrong, f"import public names of {top} or of its folders: {wrong}"
 
 
+def test_every_line_of_slow_tests_names_a_test() -> None:
+    for line in (Path(__file__).parent / "slow_tests.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            path, _, name = line.partition("::")
+            source = (Path(__file__).parent.parent / path).read_text(encoding="utf-8")
+            assert name.split("::")[0].split("[")[0] in source, line
+
+
 if __name__ == "__main__":
     PINS.write_text(json.dumps(public_names(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {PINS}")

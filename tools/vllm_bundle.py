@@ -3,7 +3,7 @@
     python tools/vllm_bundle.py --work build/vllm-bundle --out build/vllm-bundle/out
 
 The machine's own torch, triton, transformers, numpy and their dependencies are used. The bundle holds vLLM, its other
-dependencies as far as `LLM.generate()` needs them, and stubs of the grammar libraries. `OUT` gets part.000, part.001, …
+dependencies as far as `LLM.generate()`, `vllm serve` and `vllm bench serve` need them, and stubs of the grammar libraries. `OUT` gets part.000, part.001, …
 and first/, which holds unpack.sh, the list of files and a zstd decoder. Copy everything to one folder of the machine:
 
     sh first/unpack.sh FOLDER /tmp/vllm        writes /tmp/vllm/site and /tmp/vllm/python
@@ -30,18 +30,20 @@ ZSTD = "zstandard==0.25.0"
 PACKAGES = """
     aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 annotated-doc==0.0.6 annotated-types==0.8.0 anyio==4.16.0
     astor==0.8.1 attrs==26.1.0 blake3==1.0.11 cachetools==8.0.0 cbor2==6.2.1 certifi==2026.10.18
-    charset-normalizer==3.5.2 cloudpickle==3.1.2 compressed-tensors==0.17.0 depyf==0.20.0 dill==0.4.1 einops==0.8.2
+    charset-normalizer==3.5.2 click==8.5.1 cloudpickle==3.1.2 compressed-tensors==0.17.0 depyf==0.20.0 dill==0.4.1 einops==0.8.2
     fastapi==0.136.3 frozenlist==1.8.0 googleapis-common-protos==1.76.0 h11==0.16.0 httpcore==1.0.9 httpcore2==2.16.0
-    httpx==0.28.1 httpx2==2.16.0 idna==3.20 jiter==0.19.0 llvmlite==0.50.0 loguru==0.7.3 msgspec==0.22.0
+    httptools==0.9.0 httpx==0.28.1 httpx2==2.16.0 idna==3.20 jiter==0.19.0 jmespath==1.1.0 llvmlite==0.50.0 loguru==0.7.3
+    model-hosting-container-standards==0.1.16 msgspec==0.22.0
     multidict==7.2.1 numba==0.68.1 openai==3.51.0 openai-harmony==0.0.8 opentelemetry-api==1.45.2
     opentelemetry-proto==1.45.1 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2
     opentelemetry-semantic-conventions-ai==0.5.1 partial-json-parser==0.2.1.1.post7 pillow==13.0.0
-    prometheus-client==0.26.0 propcache==0.5.4 protobuf==6.33.6 psutil==7.2.2 py-cpuinfo==9.0.0 pybase64==1.5.1
+    prometheus-client==0.26.0 prometheus-fastapi-instrumentator==8.1.0 python-multipart==0.0.33 propcache==0.5.4 protobuf==6.33.6 psutil==7.2.2 py-cpuinfo==9.0.0 pybase64==1.5.1
     pydantic==2.14.3 pydantic-core==2.50.4 pydantic-extra-types==2.11.1 pyzmq==27.3.0 requests==2.34.2
     setproctitle==1.3.8 six==1.17.0 sniffio==1.3.1 starlette==1.10.0 tqdm==4.70.1 truststore==0.10.5
-    typing-extensions==4.16.0 typing-inspection==0.4.5 urllib3==2.8.0 uvloop==0.23.0 yarl==1.25.1
+    typing-extensions==4.16.0 typing-inspection==0.4.5 urllib3==2.8.0 uvicorn==0.54.0 uvloop==0.23.0 watchfiles==1.3.0
+    yarl==1.25.1
 """.split()  # noqa: SIM905 - one name per word is easier to read
-"""What vLLM imports for `LLM.generate()` and torch and transformers do not bring. numba is newer than vLLM's pin,
+"""What vLLM imports for `LLM.generate()` and its server, and torch and transformers do not bring. numba is newer than vLLM's pin,
 because the pinned one refuses numpy 2.5."""
 MACHINE = set(
     """torch torchvision triton transformers tokenizers safetensors huggingface_hub numpy packaging filelock regex yaml
@@ -87,7 +89,7 @@ def register():
 
     weight_utils.initialize_single_dummy_weight = draw
 '''
-DROPPED = ["vllm/vllm-rs", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100", "vllm/benchmarks"]
+DROPPED = ["vllm/vllm-rs", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100"]
 """A server in Rust, and kernels that need a compiler: FP8 and Blackwell only."""
 LARGE = [
     "vllm/_C_stable_libtorch.abi3.so",
@@ -104,7 +106,8 @@ ROOTS = """
     vllm.model_executor.models.qwen3_moe vllm.model_executor.models.qwen3_next vllm.platforms.cuda
     vllm.model_executor.model_loader.dummy_loader vllm.v1.attention.backends.flash_attn vllm.compilation.backends
     vllm.v1.executor.uniproc_executor vllm.v1.executor.multiproc_executor vllm.v1.metrics.loggers
-    vllm.v1.spec_decode.ngram_proposer vllm.v1.spec_decode.ngram_proposer_gpu
+    vllm.v1.spec_decode.ngram_proposer vllm.v1.spec_decode.ngram_proposer_gpu vllm.v1.engine.async_llm
+    vllm.entrypoints.cli.main vllm.entrypoints.cli.serve vllm.entrypoints.openai.api_server vllm.benchmarks.serve
 """.split()  # noqa: SIM905 - one name per word is easier to read
 UNPACK = r"""#!/bin/sh
 # sh unpack.sh PARTS TARGET: unpack the parts in the folder PARTS to TARGET/site and write TARGET/python.

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "compare": "kvloom and every installed peer on the same work, with a chart (both)",
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
     "serve": "many concurrent streams on a server (both)",
+    "online": "servers under the same request rates: latency, requests within an objective (both)",
     "admission": "requests per second within their objective under overload (CPU)",
     "metrics": "cost of the server's metrics (both)",
     "memory": "how soon a busy model uses the memory of an idle one (CPU)",

@@ -33,7 +33,7 @@ from rich.table import Table
 from kvloom.arguments import Parser, number, progress_bar, server, whole
 from kvloom.serve.http_client import KEY, open_url
 
-__all__ = ["Load", "Seen", "main", "offer", "started"]
+__all__ = ["Load", "Seen", "main", "offer", "served_model", "started"]
 
 STARTUP_SECONDS = 300
 FIRST_ID = 3
@@ -278,7 +278,7 @@ def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]
     raise ValueError(f"the server did not start (exit code {process.wait()}); see its output above")
 
 
-def _served(url: str, key: str | None) -> str:
+def served_model(url: str, key: str | None) -> str:
     """Return the name of the served model. Raises ValueError if the server does not respond."""
     request = Request(
         f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
@@ -366,7 +366,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         process, url, served, engine = started(options.serve)
         pids, model = [process.pid, engine], model or served
     try:
-        model = model or _served(url, key)
+        model = model or served_model(url, key)
         with progress_bar(f"{options.streams} streams", sys.stderr.isatty()) as progress:
             return asyncio.run(offer(load(url, model), pids, progress)).summary()
     finally:
