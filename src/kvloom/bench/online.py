@@ -30,7 +30,7 @@ from kvloom.serve.http_client import KEY
 from .online_client import FIRST_ID, Answer, ClientWork, Plan
 from .serve import served_model
 
-__all__ = ["main", "plan_requests", "summary"]
+__all__ = ["main", "measure", "plan_requests", "summary"]
 
 WORK = {
     "chat": "independent questions with about 220 prompt tokens and 200 output tokens; both lengths are log-normal",
@@ -90,7 +90,10 @@ def run_clients(work: ClientWork, clients: int) -> list[Answer]:
             process.stdin.close()
         for process in processes:
             assert process.stdout is not None
-            answers += msgspec.json.decode(process.stdout.read(), type=list[Answer])
+            found = process.stdout.read()
+            if process.wait():
+                raise ValueError(f"a client process ended with {process.returncode}; see its output above")
+            answers += msgspec.json.decode(found, type=list[Answer])
         return answers
     finally:
         for process in processes:
@@ -147,7 +150,9 @@ def _parser() -> Parser:
     add("--api-key", metavar="KEY", help=f"API key (default: ${KEY})")
     add("--work", choices=tuple(WORK), default="chat", help="prompts and lengths (default: chat)")
     add(
-        "--rates", type=number(0, above=True), nargs="+", default=[math.inf], metavar="R",
+        "--rates",
+        type=_rate,
+        nargs="+", default=[math.inf], metavar="R",
         help="requests per second, several rates one after the other; inf sends all at once (default: inf)",
     )  # fmt: skip
     add(
@@ -200,10 +205,30 @@ def _named_server(text: str) -> tuple[str, str]:
     return name, server(url)
 
 
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else number(0, above=True)(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        rows = _measure(options)
+        if options.tokenizer is not None and not options.tokenizer.is_file():
+            raise ValueError(f"--tokenizer {options.tokenizer}: no such file")
+        rows = measure(
+            options.servers,
+            options.work,
+            options.rates,
+            options.seconds,
+            options.requests,
+            options.clients,
+            options.ttft,
+            options.tbt,
+            options.tokenizer,
+            options.vocabulary,
+            options.seed,
+            options.model,
+            options.api_key or os.environ.get(KEY) or "",
+        )
     except (ValueError, OSError) as error:
         print(f"kvloom bench online: {error}", file=sys.stderr)
         return 2
@@ -214,32 +239,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row["errors"] for row in rows))
 
 
-def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    key = options.api_key or os.environ.get(KEY) or ""
-    if options.tokenizer is not None and not options.tokenizer.is_file():
-        raise ValueError(f"--tokenizer {options.tokenizer}: no such file")
-    models = {name: options.model or served_model(url, key or None) for name, url in options.servers}
+def measure(
+    servers: Sequence[tuple[str, str]],
+    work: str,
+    rates: Sequence[float],
+    seconds: float,
+    requests: int = 500,
+    clients: int = 4,
+    ttft_ms: float = 500.0,
+    tbt_ms: float = 50.0,
+    tokenizer: Path | None = None,
+    vocabulary: int = 4096,
+    seed: int = 0,
+    model: str | None = None,
+    key: str = "",
+) -> list[dict[str, Any]]:
+    """Measure servers, given as (name, URL), at each rate. Return one row per rate and server. The parameters are those
+    of the command line. Each row is also printed to stderr when it is measured."""
+    models = {name: model or served_model(url, key or None) for name, url in servers}
     rows = []
-    for turn, rate in enumerate(options.rates):
-        count = options.requests if math.isinf(rate) else max(1, round(rate * options.seconds))
-        plans = plan_requests(options.work, rate, count, options.seed + turn)
-        for name, url in options.servers:
-            if not options.json:
-                print(f"{name}: {rate:g} requests per second", file=sys.stderr)
-            work = ClientWork(
-                url,
-                models[name],
-                plans[-1].at + DRAIN_SECONDS,
-                plans,
-                str(options.tokenizer or ""),
-                options.vocabulary,
-                options.seed + turn,
-                key,
+    for turn, rate in enumerate(rates):
+        count = requests if math.isinf(rate) else max(1, round(rate * seconds))
+        plans = plan_requests(work, rate, count, seed + turn)
+        limit = plans[-1].at + DRAIN_SECONDS
+        for name, url in servers:
+            part = ClientWork(
+                url, models[name], limit, plans, str(tokenizer or ""), vocabulary, seed + turn, key
             )
-            answers = run_clients(work, min(options.clients, count))
+            answers = run_clients(part, min(clients, count))
             shown = "inf" if math.isinf(rate) else rate
-            rows.append({"server": name, "rate": shown, **summary(answers, options.ttft, options.tbt)})
-            print(json.dumps(rows[-1]), file=sys.stderr)
+            rows.append({"server": name, "rate": shown, **summary(answers, ttft_ms, tbt_ms)})
+            print(f"{name}, rate {shown}: {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from .router_load import loop_factory
-
 __all__ = ["FIRST_ID", "Answer", "ClientWork", "Plan", "prompt_ids"]
 
 FIRST_ID = 3
@@ -165,6 +163,7 @@ def _requests(work: ClientWork) -> list[bytes]:
 
 async def _run(work: ClientWork, requests: list[bytes], start: float) -> list[Answer]:
     place = urlsplit(work.url)
+    host, port = place.hostname or "127.0.0.1", place.port or 80
     loop, idle, answers = asyncio.get_running_loop(), list[_Connection](), list[Answer]()
     open_answers, all_ended = 0, asyncio.Event()
 
@@ -184,9 +183,7 @@ async def _run(work: ClientWork, requests: list[bytes], start: float) -> list[An
                 break
         else:
             try:
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(done), place.hostname, place.port
-                )
+                _, connection = await loop.create_connection(lambda: _Connection(done), host, port)
             except OSError as error:
                 answer.error = str(error)
                 return
@@ -217,8 +214,7 @@ def main() -> None:
     requests = _requests(work)
     print("ready", flush=True)
     start = float(sys.stdin.buffer.readline())
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        answers = runner.run(_run(work, requests, start))
+    answers = asyncio.run(_run(work, requests, start))
     sys.stdout.buffer.write(msgspec.json.encode(answers))
 
 

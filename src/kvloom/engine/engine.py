@@ -711,7 +711,7 @@ class Engine:
             self.group.check()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
-            self._output_processor.settle_masks()
+            self._updated += self._output_processor.settle_masks()
         previous = finished = self._inflight
         if previous is not None and self._needs_tokens(previous):
             self._inflight = None

@@ -120,9 +120,9 @@ class OutputProcessor:
         """Wait up to `seconds` for grammar masks that were late in an earlier step."""
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
-    def settle_masks(self) -> None:
+    def settle_masks(self) -> list[Request]:
         """Check the late grammar masks that have arrived. Finish a request if its grammar is complete, allows no token,
-        or has failed. Does not wait.
+        or has failed. Return the finished requests. Does not wait.
         """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
@@ -135,6 +135,7 @@ class OutputProcessor:
                 self._fail(request)
             elif structure.done:
                 self._finish(request, "stop")
+        return [request for request in late if request.finish_reason is not None]
 
     def resume(self, request: Request, tokens: Sequence[int]) -> None:
         """Give a new request the output tokens `tokens`, which another engine generated. If a stop condition is met

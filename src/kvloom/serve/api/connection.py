@@ -69,8 +69,8 @@ _TOO_MANY = ApiError(
 
 
 class Connection(HttpToolsProtocol):
-    """One HTTP connection. The scope of a request contains the function `kvloom.abort`, which closes the connection
-    without sending queued data.
+    """One HTTP connection. The scope of a request contains two functions. `kvloom.abort` closes the connection without
+    sending queued data. `kvloom.must_wait` returns whether sending now waits until the client has read earlier data.
     """
 
     max_connections = 1 << 30
@@ -130,6 +130,10 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self.scope["kvloom.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope["kvloom.must_wait"] = self._must_wait  # type: ignore[typeddict-unknown-key]
+
+    def _must_wait(self) -> bool:
+        return self.flow.write_paused
 
     def on_headers_complete(self) -> None:
         self._in_head = False

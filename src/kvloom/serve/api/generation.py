@@ -121,8 +121,9 @@ class GenerationEndpoint(ABC):
             try:
                 if is_stream:
                     events = _EventStream(
-                        served, context.limits.read_seconds, stream, response, send, record, log
-                    )
+                        served, context.limits.read_seconds, stream, response, send, record, log,
+                        scope.get("kvloom.must_wait", lambda: True),
+                    )  # fmt: skip
                     if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
@@ -458,7 +459,9 @@ class _EventStream:
         send: Send,
         record: RequestRecord,
         log: RequestLog,
+        must_wait: Callable[[], bool],
     ) -> None:
+        self._must_wait = must_wait
         self._metrics, self._stream, self._response, self._send = served.metrics, stream, response, send
         self._seconds = read_seconds
         self._record, self._log = record, log
@@ -502,9 +505,13 @@ class _EventStream:
         return b"".join([self._response.event(piece) for piece in pieces])
 
     async def _write(self, body: bytes, more: bool = True) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if not self._must_wait():  # without a timer, which would take as long as everything else here
+            await self._send(message)
+            return
         try:
             async with asyncio.timeout(self._seconds):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+                await self._send(message)
         except TimeoutError:
             raise slow_reader(f"no data was read for {self._seconds:g} seconds") from None
 

@@ -124,6 +124,8 @@ class Worker:
             self._share(share_bytes)
         self._quotas = {t.name: _TenantQuota(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _OpenRequest] = {}
+        self._by_order: dict[int, _OpenRequest] = {}  # open requests by request order
+        self._finished_early: list[Request] = []  # requests that finished when they were added
         self._awaiting_first_token: dict[int, _OpenRequest] = {}  # by request order
         self._compiling: dict[int, tuple[Add, Grammar]] = {}
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
@@ -216,20 +218,22 @@ class Worker:
     def step(self) -> Outputs | None:
         """Run one engine step. Return its results, or None if there are none."""
         progress: list[RequestProgress] = []
+        stepped, self._finished_early = self._finished_early, []
         self._enqueue_with_images()
         self._enqueue_encoded()
         self._enqueue_compiled()
         self._poll_adapters()
         if self.engine.busy:
-            stepped = self.engine.step()
+            updated = self.engine.step()
             self._steps += 1
             if self.engine.scheduler.awaits_growth:
                 time.sleep(GROWTH_SECONDS)
             if self._awaiting_first_token:
-                progress = self._progress_of_step(stepped)
+                progress = self._progress_of_step(updated)
+            stepped += updated
         deltas: list[Delta] = []
         ended: list[_OpenRequest] = []
-        for one in self._open.values():
+        for one in self._open_requests(stepped):
             if one.request.finish_reason == "slo":  # the request was deferred, and then refused
                 self._refuse(one.message.id, one.request)
                 ended.append(one)
@@ -250,6 +254,12 @@ class Worker:
             or any(part is not None for part in (stats, snapshot, pool))
         )
         return Outputs(deltas, rejected, stats, snapshot, progress, pool, adapters) if has_output else None
+
+    def _open_requests(self, requests: list[Request]) -> list[_OpenRequest]:
+        """Return the open requests to which `requests` belong, each once. Requests of one prompt belong to the same
+        open request."""
+        orders = dict.fromkeys((request.parent or request).order for request in requests)
+        return [one for order in orders if (one := self._by_order.get(order)) is not None]
 
     def _poll_adapters(self) -> None:
         """Process queued LoadAdapter and UnloadAdapter messages, without waiting for files that are still being
@@ -478,6 +488,9 @@ class Worker:
         one = self._open[message.id] = _OpenRequest(
             message, request, reserved_bytes, [0] * len(request.family)
         )
+        self._by_order[request.order] = one
+        if request.finish_reason is not None:
+            self._finished_early.append(request)
         if self._observe:
             self._awaiting_first_token[request.order] = one
         return True
@@ -498,7 +511,7 @@ class Worker:
             quota.waiting = deque(item for item in quota.waiting if item[0].id != id_)
 
     def _close(self, one: _OpenRequest) -> None:
-        del self._open[one.message.id]
+        del self._open[one.message.id], self._by_order[one.request.order]
         self._awaiting_first_token.pop(one.request.order, None)
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
         self._finished_tokens += _output_tokens(one.request)
@@ -528,7 +541,14 @@ class Worker:
 
     def _collect_deltas(self, one: _OpenRequest, deltas: list[Delta]) -> bool:
         """Append the new deltas of a request. Return whether all its answers have finished."""
-        answers = one.request.family
+        request = one.request
+        if one.message.stream and not request.children:  # the common case, without lists
+            sent, count, reason = one.sent_tokens[0], request.output_count, request.finish_reason
+            if count > sent or reason is not None:
+                deltas.append(self._delta(one, 0, request, sent))
+                one.sent_tokens[0] = count
+            return reason is not None
+        answers = request.family
         if one.message.stream:
             for index, answer in enumerate(answers):
                 sent, count = one.sent_tokens[index], answer.output_count
