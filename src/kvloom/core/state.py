@@ -17,12 +17,12 @@ import numpy as np
 
 from .allocator import Allocator
 from .clock import Clock
-from .control import CacheControl, CheckpointPolicy
+from .control import PUBLIC_TENANT, CacheControl, CheckpointPolicy
 from .events import EventBus
 from .eviction.adaptive import Adaptive
 from .eviction.policies import Policy
 from .eviction.registry import make_policy
-from .eviction.tenants import PUBLIC_TENANT, Account, Accounts, Tenant
+from .eviction.tenants import Account, Accounts, Tenant
 from .layout.layer_spec import PROMPT
 from .layout.pool_layout import PoolLayout
 from .pool.block_pages import BlockPages

@@ -179,14 +179,14 @@ class Engine:
         if memory.elastic is not None:
             pool = self.cache.usable_slabs * self.layout.slab_bytes
             least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
-            self.pool_size = PoolSize(self.cache, memory.elastic, self._apply_copies, least)
+            self.pool_size = PoolSize(self.cache, memory.elastic, self.apply_copies, least)
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(
             self.cache, config.token_budget, config.max_running, self.offload, self.adapters
         )
         if config.reuse_documents is not None:
             self.scheduler.documents = DocumentReuse(
-                self.cache, self._rotated_copier(), config.reuse_documents, self._apply_copies
+                self.cache, self._rotated_copier(), config.reuse_documents, self.apply_copies
             )
         self.role: Role = "both"
         """Role of this worker. See `set_role`."""
@@ -206,7 +206,8 @@ class Engine:
                 self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
             )
         self._token_mover = TokenMover(self.cache, self.buffer)
-        self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
+        self.output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
+        """Applies the tokens of a finished step to its requests."""
         self._inflight: InflightStep | None = None
         self.finished_prefill = PrefillChunks()
         """The prompt chunks of the step that the last call of `step` finished."""
@@ -225,7 +226,7 @@ class Engine:
             self.config.tiers,
             self.cache,
             self.buffer,
-            self._apply_copies,
+            self.apply_copies,
             self.config.offload,
             None if self.group is None else self.group.host_copies,
         )
@@ -321,7 +322,7 @@ class Engine:
         config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
-        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
+        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self.apply_copies)
         sampled = self.runner.chosen
         draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         if config.head:
@@ -464,7 +465,7 @@ class Engine:
         self.scheduler.add(request)
         self._add_documents(request)
         if resume:
-            self._output_processor.resume(request, resume)
+            self.output_processor.resume(request, resume)
         self._request_count = order + params.samples
         if adapter is not None:
             adapter.requests += 1
@@ -710,8 +711,8 @@ class Engine:
         if self.group is not None:
             self.group.check()
         self.adjust_pool()
-        if self._output_processor.awaiting_masks:
-            self._output_processor.settle_masks()
+        if self.output_processor.awaiting_masks:
+            self.output_processor.settle_masks()
         previous = finished = self._inflight
         if previous is not None and self._needs_tokens(previous):
             self._inflight = None
@@ -723,8 +724,8 @@ class Engine:
         elif launched is not None and not self.ahead:
             self._inflight, finished = None, launched
             self._finish_step(launched, [])
-        if self._output_processor.awaiting_masks and finished is None and self._inflight is None:
-            self._output_processor.wait_for_masks(MASK_WAIT_SECONDS)
+        if self.output_processor.awaiting_masks and finished is None and self._inflight is None:
+            self.output_processor.wait_for_masks(MASK_WAIT_SECONDS)
         if self.offload is not None:
             is_waiting = self.scheduler.busy  # for pages of tiers, or for pages that copies retain
             self.offload.after_step(started, finished, self._inflight, is_waiting)
@@ -825,7 +826,7 @@ class Engine:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
             before = [len(request.tokens) for request in step.requests]
-            self._updated += self._output_processor.process(step, launched_since)
+            self._updated += self.output_processor.process(step, launched_since)
             if self.speculation is not None:
                 self.speculation.step_verified(step.requests, before, step.drafts)
         except BaseException:
@@ -843,12 +844,12 @@ class Engine:
             raise
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
-        self._apply_copies()  # frees pages that finished forks retain until their copies have run
+        self.apply_copies()  # frees pages that finished forks retain until their copies have run
         proposed: dict[int, Draft] = {}
         if self.speculation is not None:
             proposed = self.speculation.propose(self.scheduler.running)
         work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
-        self._apply_copies()
+        self.apply_copies()
         if not work:
             return None
         launched = time.monotonic()
@@ -932,15 +933,16 @@ class Engine:
     def _move_tokens(self, moved: list[MovedToken]) -> None:
         """Move the K and V of accepted tokens of draft trees to the slots of their positions. Pending copies of pages
         run first, because the block tables already contain the target pages of these copies."""
-        self._apply_copies()
+        self.apply_copies()
         rows, sources, targets = np.array(moved).T
         places = self._token_mover.places(rows, sources, targets)
         if self.group is not None:
             self.group.move_tokens(places)
         self._token_mover.move(places)
 
-    def _apply_copies(self) -> None:
-        """Start queued offloads, then run the pending copies inside the pool."""
+    def apply_copies(self) -> None:
+        """Start queued offloads, then run the pending copies inside the pool. Every step calls this method. Also call
+        it between steps if other code has changed the cache."""
         self._make_copies()  # first the copies that a failed step left
         if self.offload is not None:
             self.offload.flush()
