@@ -242,6 +242,22 @@ def test_only_names_of_kvloom_core_are_imported_outside_it(part: str) -> None:
     assert not inside, "import from kvloom.core; export the name there if it is missing"
 
 
+LONGEST = 100
+"""Largest number of lines of a function. Kernels are excepted, because a kernel cannot be divided freely."""
+
+
+@pytest.mark.parametrize("part", sorted({*PARTS} - {"kernels"}))
+def test_functions_are_not_too_long(part: str) -> None:
+    long = [
+        f"{module} line {node.lineno}: {node.name}"
+        for module in modules_of(part)
+        for node in nodes(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= LONGEST
+    ]
+    assert not long, f"divide these functions of more than {LONGEST} lines: {long}"
+
+
 @cache
 def owners() -> dict[str, set[str]]:
     """Return, for each attribute and method of a class in kvloom, the folders that have such a class."""
