@@ -195,18 +195,40 @@ def test_no_import_circles_between_files(here: str) -> None:
     assert circle(dependencies([name for name in MODULES if room(name) == here])) == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_import_circles_between_members_of_a_folder(folder: str) -> None:
+def arrows_between_members(folder: str) -> dict[str, set[str]]:
+    """Return the members of a folder, which are its files and folders, and for each member the members it imports.
+    The folder's `__init__` is not a member."""
     inside = [name for name in MODULES if name.startswith(f"{folder}.")]
 
     def member(module: str) -> str:
-        """The file or folder directly below `folder` that a module belongs to."""
         return module.removeprefix(f"{folder}.").split(".")[0]
 
     arrows: dict[str, set[str]] = {member(module): set() for module in inside}
     for module, targets in dependencies(inside).items():
         arrows[member(module)] |= {member(target) for target in targets} - {member(module)}
-    assert circle(arrows) == []
+    return arrows
+
+
+def floors(arrows: dict[str, set[str]]) -> int:
+    """Return the number of members on the longest chain of imports. `arrows` must have no circle."""
+
+    @cache
+    def floor(member: str) -> int:
+        return 1 + max(map(floor, arrows[member]), default=0)
+
+    return max(map(floor, arrows))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_circles_between_members_of_a_folder(folder: str) -> None:
+    assert circle(arrows_between_members(folder)) == []
+
+
+def test_core_has_few_floors_and_arrows() -> None:
+    arrows = arrows_between_members("kvloom.core")
+    assert len(arrows) > 10
+    assert floors(arrows) <= 9, arrows
+    assert sum(map(len, arrows.values())) <= 60, arrows
 
 
 @pytest.mark.parametrize("part", sorted({*PARTS} - {"core"}))
@@ -218,6 +240,80 @@ def test_only_names_of_kvloom_core_are_imported_outside_it(part: str) -> None:
         if name.startswith("kvloom.core.")
     ]
     assert not inside, "import from kvloom.core; export the name there if it is missing"
+
+
+LONGEST = 100
+"""Largest number of lines of a function. Kernels are excepted, because a kernel cannot be divided freely."""
+
+
+@pytest.mark.parametrize("part", sorted({*PARTS} - {"kernels"}))
+def test_functions_are_not_too_long(part: str) -> None:
+    long = [
+        f"{module} line {node.lineno}: {node.name}"
+        for module in modules_of(part)
+        for node in nodes(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= LONGEST
+    ]
+    assert not long, f"divide these functions of more than {LONGEST} lines: {long}"
+
+
+@cache
+def owners() -> dict[str, set[str]]:
+    """Return, for each attribute and method of a class in kvloom, the folders that have such a class."""
+    found: dict[str, set[str]] = {}
+    for module in MODULES:
+        for node in nodes(module):
+            names = []
+            if isinstance(node, ast.ClassDef):
+                names = [n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and receiver(node) == "self"
+            ):
+                names = [node.attr]
+            for name in names:
+                found.setdefault(name, set()).add(room(module) or "kvloom")
+    return found
+
+
+def receiver(node: ast.Attribute) -> str:
+    """Return the last name before the attribute: `cache` for `self.cache.state`."""
+    value = node.value.func if isinstance(node.value, ast.Call) else node.value
+    return getattr(value, "attr", None) or getattr(value, "id", "")
+
+
+NOT_OURS = {
+    "bench": {"_backend"},  # FlashInfer
+    "models": {"_timeout"},  # torch.distributed
+    "tiers": {"_endpoint"},  # boto3
+}
+"""Private attributes of other packages that also exist in classes of another folder."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_private_attributes_are_used_only_in_their_folder(part: str) -> None:
+    wrong = [
+        f"{module} line {node.lineno}: {ast.unparse(node)}"
+        for module in modules_of(part)
+        for node in nodes(module)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if receiver(node) not in ("self", "cls") and node.attr not in NOT_OURS.get(part, ())
+        if part not in owners().get(node.attr, {part})
+    ]
+    assert not wrong, f"call a public method of the owner; add one if it is missing: {wrong}"
+
+
+@pytest.mark.parametrize("part", sorted({*PARTS} - {"core"}))
+def test_the_components_of_a_cache_are_used_only_in_core(part: str) -> None:
+    wrong = [
+        f"{module} line {node.lineno}: {ast.unparse(node)}"
+        for module in modules_of(part)
+        for node in nodes(module)
+        if isinstance(node, ast.Attribute) and node.attr == "state" and receiver(node).strip("_") == "cache"
+    ]
+    assert not wrong, f"call a method of KVCache, `cache.inspect` or `cache.loading`: {wrong}"
 
 
 PUBLIC = ("kvloom", "kvloom.core", "kvloom.engine", "kvloom.tiers")

@@ -52,6 +52,15 @@ def test_tenants_share_the_public_prefix_and_nothing_else(kind: str) -> None:
     assert cached(world, prompt, control("red", lossy=True)) == 0
 
 
+def test_block_hashes_depend_on_the_tenant_only_after_the_public_prefix() -> None:
+    cache, prompt = world_of().cache, SYSTEM + prompt_of(64, 1)
+    public = cache.block_tokens * 2
+    red, blue = (cache.block_hashes(prompt, control(tenant, public)) for tenant in ("red", "blue"))
+    assert red[:2] == blue[:2]
+    assert not set(red[2:]) & set(blue[2:])
+    assert not set(red) & set(cache.block_hashes(prompt, CacheControl(tenant="red")))
+
+
 def test_a_longer_mark_does_not_reveal_private_blocks() -> None:
     """A tenant that guesses the private tokens of another tenant, and marks them public, hits only what is public."""
     world = world_of()

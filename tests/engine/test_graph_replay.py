@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvloom.engine import Engine, SamplingParams
-from kvloom.engine.execution import ModelRunner
+from kvloom.engine.execution import DecodeGraphs, GraphMemory, ModelRunner
 from kvloom.models.fusion.fused_attention import GpuFusedAttention, fuse_attention
 from kvloom.models.fusion.modules import _fuse_projections
 from kvloom.models.paged import BatchBuilder, install
@@ -47,15 +47,18 @@ def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[tuple
     runner, made = engine.runner, dict[tuple[int, bool], Eager]()
     adapted = engine.adapters is not None
     runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True, adapted=adapted)
-    runner._sizes = [2, rows]
-    runner._shared_column = None
+    runner.decode_graphs = graphs = DecodeGraphs(
+        runner.stage, runner._forward, runner.chosen, rows, None, adapted, GraphMemory()
+    )
+    graphs._sizes = [2, rows]
 
-    def captured(size: int, shares: bool, adapted: bool) -> Eager:
+    def captured(variant: tuple[int, bool, bool]) -> Eager:
+        size, _, adapted = variant
         if (size, adapted) not in made:
             made[size, adapted] = Eager(runner, size, torch.zeros(size, engine._vocabulary), adapted)
         return made[size, adapted]
 
-    runner._captured = captured  # type: ignore[assignment, method-assign]
+    graphs._captured = captured  # type: ignore[assignment, method-assign]
     return engine, made
 
 

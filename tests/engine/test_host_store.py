@@ -276,9 +276,9 @@ def test_steps_and_copies_inside_the_pool_set_a_mark(monkeypatch: pytest.MonkeyP
     engine.add(drawn("marks", 20)[0], greedy(4))
     engine.step()
     assert pages.marks == 1
-    engine._apply_copies()  # the snapshot at the prompt's end
+    engine.apply_copies()  # the snapshot at the prompt's end
     assert pages.marks == 2
-    engine._apply_copies()
+    engine.apply_copies()
     assert pages.marks == 2, "there was nothing to copy"
     engine.run()
     closed(engine)
@@ -433,7 +433,7 @@ def test_failed_copies_inside_the_pool_are_retried_first(
         assert [request.tokens for request in requests] == wanted
     assert failed or family == "gemma3_text"  # which copies little
     monkeypatch.setattr(engine_module, "copy_pages", really)
-    engine._apply_copies()
+    engine.apply_copies()
     closed(engine)
 
 
@@ -482,7 +482,7 @@ def test_failed_offloads_and_loads_change_no_token(family: str, monkeypatch: pyt
         assert rounds < 20, failed
     monkeypatch.setattr(rng, "random", lambda: 1.0)
     offload = offload_of(engine)
-    engine._apply_copies()
+    engine.apply_copies()
     while offload.is_retaining_pages:
         offload.poll()
     assert offload.host.index.loading == 0

@@ -162,13 +162,13 @@ def test_step_after_the_meeting_point_waits_for_the_tail(
     head is still being computed then, and the tail should be there when it is over."""
     one = rig(token_budget=128, ahead=True)
     one.believe(0.6)  # they should meet at 256
-    land = one.engine._output_processor.process
+    land = one.engine.output_processor.process
 
     def landed(*given: Any) -> Any:
         one.now += 128 * EACH
         return land(*given)
 
-    monkeypatch.setattr(one.engine._output_processor, "process", landed)
+    monkeypatch.setattr(one.engine.output_processor, "process", landed)
     request = one.add()
     for _ in range(2):
         one.engine.step()
@@ -204,7 +204,7 @@ def test_head_is_copied_from_host_memory_while_the_tail_loads(rig: Callable[...,
     one.gate.release(1000)
     one.engine.run()
     slabs = cache.shrink(cache.state.pool.slabs - 2)
-    one.engine._apply_copies()
+    one.engine.apply_copies()
     cache.grow(slabs.tolist())
     names = cache.loading.plan(cache.match(np.array(one.prompt, np.int32))).hashes
     for group in one.engine.layout.groups:

@@ -62,7 +62,7 @@ def test_lossy_pages_serve_only_requests_that_accept_them(coding: str, below: st
 def empty(engine: Engine) -> None:
     """Evict all cached pages from the pool and from host memory."""
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
-    engine._apply_copies()
+    engine.apply_copies()
     host = offload_of(engine).host
     residents = host.index
     for key, slot in list(residents.entries.items()):

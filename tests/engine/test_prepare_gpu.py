@@ -65,7 +65,8 @@ def test_capture_while_old_graphs_are_garbage() -> None:
             return forward(*given)
 
         assert engine.runner.piecewise is not None
-        engine.runner._forward = engine.runner.piecewise._forward = collecting  # type: ignore[method-assign]
+        assert engine.runner.decode_graphs is not None
+        engine.runner.decode_graphs._forward = engine.runner.piecewise._forward = collecting
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.prepare()

@@ -429,7 +429,7 @@ class EngineWorld:
         engine = self.engine
         offload = engine.offload
         for _ in range(2000):
-            engine._apply_copies()
+            engine.apply_copies()
             if offload is None:
                 break
             offload.poll()

@@ -64,9 +64,9 @@ class SimulatedDevice:
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
-        self._run, self._process = engine.runner.run, engine._output_processor.process
+        self._run, self._process = engine.runner.run, engine.output_processor.process
         engine.runner.run = self.run  # type: ignore[method-assign, assignment]
-        engine._output_processor.process = self.process  # type: ignore[method-assign, assignment]
+        engine.output_processor.process = self.process  # type: ignore[method-assign, assignment]
         self.tokens: list[int] = []
 
     @staticmethod

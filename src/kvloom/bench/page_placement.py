@@ -26,9 +26,9 @@ def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
 
 def evict_pool(engine: Engine) -> None:
     """Evict all cached pages from the pool."""
-    engine._apply_copies()
+    engine.apply_copies()
     slabs = engine.cache.shrink(engine.cache.usable_slabs - 1)
-    engine._apply_copies()
+    engine.apply_copies()
     engine.cache.grow(slabs.tolist())
 
 

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Ranges, Tier, TierError
 from kvloom.tiers.peer import open_peer
 from kvloom.tiers.remote import (
+    MooncakeClient,
     MooncakeConfig,
     NixlFiles,
     RedisAddress,
@@ -211,11 +212,12 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         _server([*command, f"--metrics_port={_port()}"], port, folder / "mooncake.log"),
         _mooncake_storage(6 * memory.total, f"127.0.0.1:{port}"),
     ):
-        tier = open_mooncake(MooncakeConfig(f"127.0.0.1:{port}"), RemoteConfig(2 * memory.total, timeout=30))
-        store: Any = tier._control._store.store  # type: ignore[union-attr]
-        client: Any = store._client
+        config = MooncakeConfig(f"127.0.0.1:{port}")
+        shared = MooncakeClient(config, timeout=30)
+        tier = open_mooncake(config, RemoteConfig(2 * memory.total, timeout=30), shared)
+        client: Any = shared.get()
         for array in (memory.source, memory.target):
-            store.register_memory(array)  # registered once, for both sides
+            shared.register_memory(client, array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
         step = max(1, (16 << 20) // memory.page)  # its fastest batch size
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]

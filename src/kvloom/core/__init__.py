@@ -12,19 +12,18 @@
     layout/      layer specs, page groups, slab size
     slo          SLO admission: predicts TTFT and TBT, and admits, defers or refuses
     events       events about stored and removed blocks
-    control      caching options of a request, checkpoint policy of a cache
+    control      caching options and objective of a request, checkpoint policy of a cache
     clock, histogram, sizes      small helpers
 
 Other packages import only the names below, and only from this package.
 """
 
 from .clock import Clock, VirtualClock, WallClock
-from .control import CacheControl, CheckpointPolicy, RetainRange
+from .control import PUBLIC_TENANT, CacheControl, CheckpointPolicy, Objective, RetainRange
 from .events import BlockRemoved, BlockStored, Event, EventBus
 from .eviction import (
     DEFAULT_POLICY,
     POLICIES,
-    PUBLIC_TENANT,
     Account,
     Cost,
     Entry,
@@ -87,7 +86,6 @@ from .slo import (
     Backlog,
     Decision,
     Decoding,
-    Objective,
     Prediction,
     PromptWork,
     SloAdmission,

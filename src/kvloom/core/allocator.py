@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .clock import Clock
+from .control import PUBLIC_TENANT
 from .eviction.policies import Entry
-from .eviction.tenants import PUBLIC_TENANT, Account, Accounts
+from .eviction.tenants import Account, Accounts
 from .histogram import Histogram
 from .pool.compaction import Compaction
 from .pool.page_pool import Ids, PagePool

@@ -1,13 +1,15 @@
-"""The caching options of a request, and the checkpoint policy of a cache. Both are immutable and are validated when
-created."""
+"""The caching options and the objective of a request, and the checkpoint policy of a cache. They are immutable and are
+validated when created."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .eviction.tenants import PUBLIC_TENANT
+__all__ = ["PUBLIC_TENANT", "CacheControl", "CheckpointPolicy", "Objective", "RetainRange"]
 
-__all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
+PUBLIC_TENANT = "public prefixes"
+"""Name of the account of public prefixes, in the pool and in tiers. No tenant may have this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,39 @@ class CacheControl:
             raise ValueError(f"public_tokens {self.public_tokens} is negative; give a number of tokens, or 0")
         if self.tenant == PUBLIC_TENANT:
             raise ValueError(f"tenant name {PUBLIC_TENANT!r} is reserved; choose another name")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The objective of a request, in milliseconds. None means no limit.
+
+    `ttft_ms` limits the time from arrival to the first token. `tbt_ms` limits the mean time between tokens.
+    `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
+    until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
+    """
+
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+    deadline_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"slo: {name} {value} must be a positive number of milliseconds")
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) is not None for name in self.__slots__)
+
+    def over(self, default: Objective) -> Objective:
+        """Return this objective, with each value that is None replaced by the value of `default`."""
+        mine = (getattr(self, name) for name in self.__slots__)
+        return Objective(
+            *(
+                value if value is not None else getattr(default, name)
+                for name, value in zip(self.__slots__, mine, strict=True)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ from .state import CacheState
 __all__ = ["KVCache"]
 
 _DEFAULT = CacheControl()
-_MOST_ROOT_HASHES = 4096
+_MOST_PREFIXES = 4096
 
 
 class KVCache:
@@ -130,7 +130,7 @@ class KVCache:
         """Size class of each group. Groups with equal page sizes share a size class."""
         self.loading = Loading(state)
         self.inspect = Inspector(state)
-        self._root_hashes: dict[tuple[str, str, str, bool], bytes] = {}
+        self._private_prefixes: dict[tuple[str, str, str, bool], Prefix] = {}
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -138,13 +138,18 @@ class KVCache:
         """Return the root of a request's private block hashes. The root depends on model, tenant, adapter and salt.
         Lossy requests have a separate root. Does not depend on `control.public_tokens`.
         """
+        return self._private_prefix(control).root
+
+    def _private_prefix(self, control: CacheControl) -> Prefix:
+        """Return how blocks are hashed in a prompt without images and without a public prefix."""
         key = (control.tenant, control.adapter, control.salt, control.lossy)
-        found = self._root_hashes.get(key)
+        found = self._private_prefixes.get(key)
         if found is None:
-            if len(self._root_hashes) > _MOST_ROOT_HASHES:
-                self._root_hashes.clear()
+            if len(self._private_prefixes) > _MOST_PREFIXES:
+                self._private_prefixes.clear()
             model = f"{self.model}, near" if control.lossy else self.model
-            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter, control.salt)
+            root = root_hash(model, control.tenant, control.adapter, control.salt)
+            found = self._private_prefixes[key] = Prefix(root, root, 0, ())
         return found
 
     def public_length(self, control: CacheControl, length: int, media: Many[Media] = ()) -> int:
@@ -159,16 +164,18 @@ class KVCache:
             )
         return public_length(control.public_tokens, length, self.block_tokens, media)
 
-    def _prefix(self, ids: Ids, control: CacheControl, media: Many[Media]) -> Prefix:
-        """Return how the blocks of a prompt are hashed: the root hash, the root hash of images, the number of public
-        tokens, and the images. If the prompt has a public prefix, the images are followed by the mark of the first
-        private token (`private_mark`)."""
-        root = self.root_hash(control)
-        public = self.public_length(control, len(ids), media) if control.public_tokens else 0
+    def _prefix(self, data: bytes, control: CacheControl, media: Many[Media]) -> Prefix:
+        """Return how the blocks of a prompt (token ids as bytes) are hashed: the root hash, the root hash of images,
+        the number of public tokens, and the images. If the prompt has a public prefix, the images are followed by the
+        mark of the first private token (`private_mark`)."""
+        private = self._private_prefix(control)
+        if not control.public_tokens and not media:
+            return private
+        root, public = private.root, self.public_length(control, len(data) // TOKEN_BYTES, media)
         if not public:
-            return Prefix(root, root, 0, tuple(media))
+            return private._replace(media=tuple(media))
         model = f"{self.model}, near" if control.lossy else self.model
-        mark = private_mark(public, int(ids[public]), root)
+        mark = private_mark(public, int(np.frombuffer(data, np.int32)[public]), root)
         return Prefix(public_root_hash(model, control.adapter), root, public, (*media, mark))
 
     def match(
@@ -185,7 +192,7 @@ class KVCache:
     ) -> Match:
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
-        prefix = self._prefix(np.frombuffer(data, np.int32), control, media)
+        prefix = self._prefix(data, control, media)
         if prefix.media:
             data = self.state.media_ids.place(np.frombuffer(data, np.int32), prefix.media).tobytes()
         if length > self.max_tokens:
@@ -336,9 +343,9 @@ class KVCache:
 
         `parent` is the hash of the block before `first`. None means the root hash, which is correct only for block 0.
         """
-        ids = np.frombuffer(token_bytes(tokens), np.int32)
-        prefix = self._prefix(ids, control, media)
-        ids = self.state.media_ids.place(ids, prefix.media)
+        prompt = token_bytes(tokens)
+        prefix = self._prefix(prompt, control, media)
+        ids = self.state.media_ids.place(np.frombuffer(prompt, np.int32), prefix.media)
         data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
         parent = parent or prefix.root
         units = hash_chain(parent, data, resolve)

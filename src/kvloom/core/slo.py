@@ -18,6 +18,7 @@ from enum import Enum
 
 import numpy as np
 
+from .control import Objective
 from .histogram import Histogram
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "Backlog",
     "Decision",
     "Decoding",
-    "Objective",
     "Prediction",
     "PromptWork",
     "SloAdmission",
@@ -49,39 +49,6 @@ DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time left until its deadline is at most this multiple of the time that the request
 needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The objective of a request, in milliseconds. None means no limit.
-
-    `ttft_ms` limits the time from arrival to the first token. `tbt_ms` limits the mean time between tokens.
-    `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
-    until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
-    """
-
-    ttft_ms: float | None = None
-    tbt_ms: float | None = None
-    deadline_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"slo: {name} {value} must be a positive number of milliseconds")
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) is not None for name in self.__slots__)
-
-    def over(self, default: Objective) -> Objective:
-        """Return this objective, with each value that is None replaced by the value of `default`."""
-        mine = (getattr(self, name) for name in self.__slots__)
-        return Objective(
-            *(
-                value if value is not None else getattr(default, name)
-                for name, value in zip(self.__slots__, mine, strict=True)
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ import numpy as np
 
 from .allocator import Allocator
 from .clock import Clock
-from .control import CacheControl, CheckpointPolicy
+from .control import PUBLIC_TENANT, CacheControl, CheckpointPolicy
 from .events import EventBus
 from .eviction.adaptive import Adaptive
 from .eviction.policies import Policy
 from .eviction.registry import make_policy
-from .eviction.tenants import PUBLIC_TENANT, Account, Accounts, Tenant
+from .eviction.tenants import Account, Accounts, Tenant
 from .layout.layer_spec import PROMPT
 from .layout.pool_layout import PoolLayout
 from .pool.block_pages import BlockPages
@@ -49,6 +49,7 @@ class CacheState:
     it."""
 
     __slots__ = (
+        "_private_owners",
         "accounts",
         "allocator",
         "block_tables",
@@ -115,6 +116,9 @@ class CacheState:
         if isinstance(policy, Adaptive):
             policy.compare_with_lru(lambda: self.tree.tokens, lambda: self.counts.looked_up_tokens)
         self.accounts = Accounts(tenants, policy, (slabs - 1) * layout.slab_bytes, public_bytes)
+        self._private_owners = {
+            name: BlockOwners(self.accounts.owner(name)) for name in self.accounts.accounts
+        }
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
         self.block_tables = BlockTables(max_sequences, blocks, self.block_tokens, *widths, windows)
@@ -173,10 +177,12 @@ class CacheState:
 
     def owners(self, control: CacheControl, length: int) -> BlockOwners:
         """Return the owners of a sequence's blocks. `length` is the number of tokens of its public prefix."""
-        private = self.accounts.owner(control.tenant)
+        private = self._private_owners.get(control.tenant)
+        if private is None:  # an undeclared tenant
+            private = BlockOwners(self.accounts.owner(control.tenant))
         if not length:
-            return BlockOwners(private)
-        return BlockOwners(private, self.accounts.owner(PUBLIC_TENANT), length // self.block_tokens)
+            return private
+        return BlockOwners(private.private, self.accounts.owner(PUBLIC_TENANT), length // self.block_tokens)
 
     def take(self, owners: BlockOwners, needs: list[int], public_rows: int = 0) -> int:
         """Evict until the pages of `needs` are free, and charge these pages to `owners`. `public_rows` is the number

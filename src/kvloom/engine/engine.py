@@ -23,6 +23,7 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch, Media, Objective, Pin
 from kvloom.kernels.copy import copy_pages
+from kvloom.kernels.memory import ElasticBuffer
 from kvloom.models.loading import vision_fingerprint
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import (
@@ -58,7 +59,7 @@ from .execution import (
 )
 from .offload import OffloadManager, SessionHistory, open_offload
 from .parallel import RankGroup
-from .request import Request, SloState, token_ids
+from .request import Request, SloState, prompt_media, token_ids
 from .sampling import (
     BeamSearch,
     Grammar,
@@ -122,25 +123,14 @@ class Engine:
         """Allocate the pool and open the tiers. With several ranks, `model` is the part of rank 0, and `group` has the
         other ranks. `close` also closes the group. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
-        if config.tensor_parallel > 1 and group is None:
-            raise ValueError(refused("tensor parallel, loaded model", count=config.tensor_parallel))
-        if config.context_parallel > 1 and group is None:
-            raise ValueError(refused("context parallel, loaded model", count=config.context_parallel))
+        _check_model(model, config, group)
         self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
         self.config = config = with_step_sizes(config, on_gpu)
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        if config.head and separation_reason(model) is not None:
-            raise ValueError(refused("head, own cache", head=config.head, model=type(model).__name__))
-        if config.encoders and model.config.is_encoder_decoder:
-            raise ValueError(refused("encoders, encoder-decoder", model=type(model).__name__))
-        if config.uses_lora and separation_reason(model) is not None:
-            raise ValueError(refused("lora, own cache", model=type(model).__name__))
-        draft = None
-        if config.draft_model or config.head:
-            draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
+        draft = _draft_of(model, config)
         # Must run before the weights are fused.
         image_part = vision_fingerprint(model) if config.encoders and Vision.refusal(model) is None else ""
         self.adapters = open_adapters(model, config, group)
@@ -164,12 +154,8 @@ class Engine:
         self._draft_runner: ModelRunner | None = None
         self.offload = self._open_tiers(memory.batch_invariant) if config.tiers else None
         """Offloads and loads pages. None if the engine has no tiers."""
-        self.encoders: RemoteEncoders | None = None
+        self.encoders = self._open_encoders(image_part) if config.encoders else None
         """Encode workers. None if images are encoded here."""
-        if config.encoders and self.vision is not None:
-            self.encoders = RemoteEncoders(
-                config.encoders, image_part, self.vision.embedding_shape, config.encode_seconds
-            )
         events = config.event_settings
         self.events = None if events is None else self._open_events(events)
         """Publishes block events to routers. None if events are not configured."""
@@ -177,27 +163,19 @@ class Engine:
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
         if memory.elastic is not None:
-            pool = self.cache.usable_slabs * self.layout.slab_bytes
-            least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
-            self.pool_size = PoolSize(self.cache, memory.elastic, self._apply_copies, least)
-            self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
+            self._make_elastic(memory.elastic)
         self.scheduler = Scheduler(
             self.cache, config.token_budget, config.max_running, self.offload, self.adapters
         )
         if config.reuse_documents is not None:
             self.scheduler.documents = DocumentReuse(
-                self.cache, self._rotated_copier(), config.reuse_documents, self._apply_copies
+                self.cache, self._rotated_copier(), config.reuse_documents, self.apply_copies
             )
         self.role: Role = "both"
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
-        settings = model.generation_config
-        self.sampler = Sampler(
-            self.eos,
-            getattr(settings, "suppress_tokens", None) or (),
-            getattr(settings, "begin_suppress_tokens", None) or (),
-        )
+        self.sampler = _sampler_of(model, self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
@@ -206,7 +184,8 @@ class Engine:
                 self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
             )
         self._token_mover = TokenMover(self.cache, self.buffer)
-        self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
+        self.output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
+        """Applies the tokens of a finished step to its requests."""
         self._inflight: InflightStep | None = None
         self.finished_prefill = PrefillChunks()
         """The prompt chunks of the step that the last call of `step` finished."""
@@ -225,7 +204,7 @@ class Engine:
             self.config.tiers,
             self.cache,
             self.buffer,
-            self._apply_copies,
+            self.apply_copies,
             self.config.offload,
             None if self.group is None else self.group.host_copies,
         )
@@ -244,6 +223,21 @@ class Engine:
             offload.cold = None
             offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
         return offload
+
+    def _open_encoders(self, image_part: str) -> RemoteEncoders | None:
+        """Connect to the encode workers. `image_part` is the fingerprint of the weights that encode images. Return
+        None for a model without images."""
+        if self.vision is None:
+            return None
+        shape = self.vision.embedding_shape
+        return RemoteEncoders(self.config.encoders, image_part, shape, self.config.encode_seconds)
+
+    def _make_elastic(self, memory: ElasticBuffer) -> None:
+        """Let the pool grow and shrink by the rule of the settings, until `resize_pool` is called."""
+        config, pool = self.config, self.cache.usable_slabs * self.layout.slab_bytes
+        least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
+        self.pool_size = PoolSize(self.cache, memory, self.apply_copies, least)
+        self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
 
     def _open_events(self, settings: EventSettings) -> WirePublisher:
         """Publish the block events of the pool and of the tiers."""
@@ -321,7 +315,7 @@ class Engine:
         config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
-        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
+        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self.apply_copies)
         sampled = self.runner.chosen
         draft_length = longest_draft(config.proposers, config.draft_tokens, config.tree_nodes)
         if config.head:
@@ -412,62 +406,61 @@ class Engine:
             params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
         ):
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
-        control = self._with_known_lossy(control or CacheControl())
-        adapter, activation = self._adapter_of(lora, ids)
-        control = _with_adapter(control, adapter, activation)
-        image_inputs = self._prepare_images(tokens, images, control)
-        if control.public_tokens:
-            media = () if image_inputs is None else tuple(image_inputs.media)
-            media = media if activation is None else (*media, activation)
-            control = replace(control, public_tokens=self.cache.public_length(control, len(ids), media))
-        prompt_array = ids.astype(np.int32, copy=False)
-        # The requests that compute its documents get the numbers before it.
-        order = self._request_count + (len(control.documents) if self.scheduler.documents is not None else 0)
-        request = Request(
-            order,
-            tokens,
-            params,
-            control,
-            priority,
-            images=image_inputs,
-            prompt_array=prompt_array,
-            offers_pages=offers_pages or self.role == "prefill",
-            awaits_peer=awaits_peer,
-            adapter=adapter,
-            activation=activation,
-        )
+        request = self._create_request(tokens, ids, images, params, control or CacheControl(), priority, lora)
+        request.offers_pages, request.awaits_peer = offers_pages or self.role == "prefill", awaits_peer
         objective = self._objective(request, slo)
         if objective and not resume:
             now = self.cache.clock.now()
             request.slo = SloState(objective, now if arrived is None else min(arrived, now))
-        request.children = [
-            Request(
-                order + i,
-                tokens,
-                params,
-                request.control,
-                priority,
-                seed=request.seed + i,
-                parent=request,
-                images=image_inputs,
-                adapter=adapter,
-                activation=activation,
-            )
-            for i in range(1, params.samples)
-        ]
-        if self.scheduler.documents is not None:
-            for sample in request.family:
-                sample.documents = self.scheduler.documents.documents_of(request)
         self._prepare_samples(request, grammar, text)
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
         self._add_documents(request)
         if resume:
-            self._output_processor.resume(request, resume)
-        self._request_count = order + params.samples
-        if adapter is not None:
-            adapter.requests += 1
+            self.output_processor.resume(request, resume)
+        self._request_count = request.order + params.samples
+        if request.adapter is not None:
+            request.adapter.requests += 1
+        return request
+
+    def _create_request(
+        self,
+        tokens: tuple[int, ...],
+        ids: npt.NDArray[Any],
+        images: Many[Any],
+        params: SamplingParams,
+        control: CacheControl,
+        priority: int,
+        lora: str | None,
+    ) -> Request:
+        """Return a request with all its samples. `tokens` and `ids` are the same prompt. Finds its adapter, images and
+        documents. Its cache control is `control`, as far as this engine supports it, with the digest of the adapter.
+        Raises ValueError for an unknown adapter, and for images that do not match the prompt."""
+        control = self._with_known_lossy(control)
+        adapter, activation = self._adapter_of(lora, ids)
+        control = _with_adapter(control, adapter, activation)
+        image_inputs = self._prepare_images(tokens, images, control)
+        if control.public_tokens:
+            public = self.cache.public_length(control, len(ids), prompt_media(image_inputs, activation))
+            control = replace(control, public_tokens=public)
+        documents = self.scheduler.documents
+        request = Request(
+            # The requests that compute its documents get the numbers before it.
+            self._request_count + (0 if documents is None else len(control.documents)),
+            tokens,
+            params,
+            control,
+            priority,
+            images=image_inputs,
+            prompt_array=ids.astype(np.int32, copy=False),
+            adapter=adapter,
+            activation=activation,
+        )
+        request.add_samples()
+        if documents is not None:
+            for sample in request.family:
+                sample.documents = documents.documents_of(request)
         return request
 
     def _add_documents(self, request: Request) -> None:
@@ -710,8 +703,8 @@ class Engine:
         if self.group is not None:
             self.group.check()
         self.adjust_pool()
-        if self._output_processor.awaiting_masks:
-            self._updated += self._output_processor.settle_masks()
+        if self.output_processor.awaiting_masks:
+            self._updated += self.output_processor.settle_masks()
         previous = finished = self._inflight
         if previous is not None and self._needs_tokens(previous):
             self._inflight = None
@@ -723,8 +716,8 @@ class Engine:
         elif launched is not None and not self.ahead:
             self._inflight, finished = None, launched
             self._finish_step(launched, [])
-        if self._output_processor.awaiting_masks and finished is None and self._inflight is None:
-            self._output_processor.wait_for_masks(MASK_WAIT_SECONDS)
+        if self.output_processor.awaiting_masks and finished is None and self._inflight is None:
+            self.output_processor.wait_for_masks(MASK_WAIT_SECONDS)
         if self.offload is not None:
             is_waiting = self.scheduler.busy  # for pages of tiers, or for pages that copies retain
             self.offload.after_step(started, finished, self._inflight, is_waiting)
@@ -825,7 +818,7 @@ class Engine:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
             before = [len(request.tokens) for request in step.requests]
-            self._updated += self._output_processor.process(step, launched_since)
+            self._updated += self.output_processor.process(step, launched_since)
             if self.speculation is not None:
                 self.speculation.step_verified(step.requests, before, step.drafts)
         except BaseException:
@@ -843,12 +836,12 @@ class Engine:
             raise
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
-        self._apply_copies()  # frees pages that finished forks retain until their copies have run
+        self.apply_copies()  # frees pages that finished forks retain until their copies have run
         proposed: dict[int, Draft] = {}
         if self.speculation is not None:
             proposed = self.speculation.propose(self.scheduler.running)
         work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
-        self._apply_copies()
+        self.apply_copies()
         if not work:
             return None
         launched = time.monotonic()
@@ -932,15 +925,16 @@ class Engine:
     def _move_tokens(self, moved: list[MovedToken]) -> None:
         """Move the K and V of accepted tokens of draft trees to the slots of their positions. Pending copies of pages
         run first, because the block tables already contain the target pages of these copies."""
-        self._apply_copies()
+        self.apply_copies()
         rows, sources, targets = np.array(moved).T
         places = self._token_mover.places(rows, sources, targets)
         if self.group is not None:
             self.group.move_tokens(places)
         self._token_mover.move(places)
 
-    def _apply_copies(self) -> None:
-        """Start queued offloads, then run the pending copies inside the pool."""
+    def apply_copies(self) -> None:
+        """Start queued offloads, then run the pending copies inside the pool. Every step calls this method. Also call
+        it between steps if other code has changed the cache."""
         self._make_copies()  # first the copies that a failed step left
         if self.offload is not None:
             self.offload.flush()
@@ -1044,6 +1038,38 @@ class Engine:
             raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(refused("text, tokenizer"))
+
+
+def _check_model(model: Any, config: EngineConfig, group: RankGroup | None) -> None:
+    """Raise ValueError for settings that the model does not support, and for several ranks without a group."""
+    name = type(model).__name__
+    if config.tensor_parallel > 1 and group is None:
+        raise ValueError(refused("tensor parallel, loaded model", count=config.tensor_parallel))
+    if config.context_parallel > 1 and group is None:
+        raise ValueError(refused("context parallel, loaded model", count=config.context_parallel))
+    if config.head and separation_reason(model) is not None:
+        raise ValueError(refused("head, own cache", head=config.head, model=name))
+    if config.encoders and model.config.is_encoder_decoder:
+        raise ValueError(refused("encoders, encoder-decoder", model=name))
+    if config.uses_lora and separation_reason(model) is not None:
+        raise ValueError(refused("lora, own cache", model=name))
+
+
+def _draft_of(model: Any, config: EngineConfig) -> Any:
+    """Load the draft head or the draft model of the settings. Return None if they name neither."""
+    if config.head:
+        return load_head(config.head, model)
+    return load_draft(config.draft_model, model) if config.draft_model else None
+
+
+def _sampler_of(model: Any, eos: frozenset[int]) -> Sampler:
+    """Return a sampler that suppresses the tokens that the model's generation config lists."""
+    settings = model.generation_config
+    return Sampler(
+        eos,
+        getattr(settings, "suppress_tokens", None) or (),
+        getattr(settings, "begin_suppress_tokens", None) or (),
+    )
 
 
 def _with_adapter(

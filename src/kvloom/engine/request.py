@@ -29,7 +29,7 @@ from .adapter_table import LoadedAdapter
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
 from .speculation import Estimate, TokenIndex
 
-__all__ = ["Document", "Request", "SloState", "token_ids"]
+__all__ = ["Document", "Request", "SloState", "prompt_media", "token_ids"]
 
 SEEDS = 1 << 64
 
@@ -46,6 +46,13 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     except (OverflowError, TypeError, ValueError):  # integers above 64 bits, or other types
         ids = np.array([int(token) for token in items], dtype=object)
     return tuple(ids.tolist()), ids
+
+
+def prompt_media(images: ImageInputs | None, activation: Media | None) -> tuple[Media, ...]:
+    """Return the parts of a prompt that block hashes identify by content: images, and the start of an activated
+    LoRA."""
+    media = () if images is None else tuple(images.media)
+    return media if activation is None else (*media, activation)
 
 
 @dataclass(slots=True, eq=False)
@@ -233,6 +240,24 @@ class Request:
         if self.seed < 0:
             self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed % SEEDS
 
+    def add_samples(self) -> None:
+        """Create the other samples of the prompt (`params.samples`) as children."""
+        self.children = [
+            Request(
+                self.order + i,
+                self.prompt,
+                self.params,
+                self.control,
+                self.priority,
+                seed=self.seed + i,
+                parent=self,
+                images=self.images,
+                adapter=self.adapter,
+                activation=self.activation,
+            )
+            for i in range(1, self.params.samples)
+        ]
+
     @property
     def output(self) -> list[int]:
         """The generated tokens so far."""
@@ -255,9 +280,8 @@ class Request:
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """The parts of the prompt that block hashes identify by content: images, and the start of an activated LoRA."""
-        images = () if self.images is None else tuple(self.images.media)
-        return images if self.activation is None else (*images, self.activation)
+        """The parts of the prompt that block hashes identify by content. See `prompt_media`."""
+        return prompt_media(self.images, self.activation)
 
     @property
     def active_from(self) -> int:

@@ -54,8 +54,18 @@ def worker_address(text: str) -> WorkerAddress:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the router to a parser."""
     add_config_argument(parser)
-    add = parser.add_argument
+    _add_workers(parser.add_argument_group("workers"))
+    _add_network(parser.add_argument_group("network and HTTPS"))
+    _add_routing(parser.add_argument_group("choice of workers"))
+    _add_retries(parser.add_argument_group("waiting and retries"))
+    _add_limits(parser.add_argument_group("limits of requests"))
+    _add_logs(parser.add_argument_group("logs"))
+
+
+def _add_workers(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; for vLLM with ?events=ADDRESS&replay=ADDRESS, its ZMQ sockets; repeatable; workers can also be added with /register"
     add("--worker", action="append", default=[], type=worker_address, metavar="URL", help=worker)
     found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; resolved again regularly; repeatable"
@@ -71,15 +81,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     certificate = "certificate of the router, for workers with --ssl-ca-certs (PEM)"
     add("--worker-certfile", metavar="FILE", help=certificate)
     add("--worker-keyfile", metavar="FILE", help="its private key (default: in the same file)")
-    https_arguments(parser)
+
+
+def _add_network(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    https_arguments(group)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add(
-        "--port",
-        type=whole(0, 65535),
-        default=8080,
-        metavar="N",
-        help="port (default: 8080; 0: any free port)",
-    )
+    port = "port (default: 8080; 0: any free port)"
+    add("--port", type=whole(0, 65535), default=8080, metavar="N", help=port)
+    key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
+    add("--admin-key", metavar="KEY", help=key)
+
+
+def _add_routing(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     route = "kv: by cached prefix and load (default); round-robin: in turn, to compare"
     add("--route", choices=("kv", "round-robin"), default="kv", help=route)
     folder = (
@@ -90,37 +105,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-tokenize", action="store_true", help=text)
     image = "tokens that an image of a prompt counts as, to estimate its cost (default: 512)"
     add("--image-tokens", type=whole(1), default=512, metavar="N", help=image)
-    key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
-    add("--admin-key", metavar="KEY", help=key)
+    affinity = "seconds by which the cost of a session's last worker is reduced (default: 0.05)"
+    add("--affinity-seconds", type=number(0), default=0.05, metavar="S", help=affinity)
+    overload = (
+        "no affinity to a worker whose backlog exceeds the smallest backlog by more seconds (default: 2)"
+    )
+    add("--overload-seconds", type=number(0), default=2.0, metavar="S", help=overload)
+    copies = "number of workers that should have each hot prefix, so that it survives the death of a worker (default: 1, no copies)"
+    add("--copies", type=whole(1), default=1, metavar="N", help=copies)
+    hot = "number of hits after which a prefix is hot (default: 3)"
+    add("--hot-hits", type=whole(1), default=3, metavar="N", help=hot)
+
+
+def _add_retries(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     inflight = "largest number of requests that run on one worker; further requests wait, and tenants take turns (default: 256)"
     add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
-    add(
-        "--max-queue",
-        type=whole(0),
-        default=10_000,
-        metavar="N",
-        help="largest number of waiting requests (default: 10000)",
-    )
-    add(
-        "--attempts",
-        type=whole(1),
-        default=4,
-        metavar="N",
-        help="number of workers that may fail before a request ends with an error (default: 4)",
-    )
+    queue = "largest number of waiting requests (default: 10000)"
+    add("--max-queue", type=whole(0), default=10_000, metavar="N", help=queue)
+    attempts = "number of workers that may fail before a request ends with an error (default: 4)"
+    add("--attempts", type=whole(1), default=4, metavar="N", help=attempts)
     deadline = "seconds after which a request ends with an error (default: 600)"
     add("--deadline-seconds", type=number(0, above=True), default=600.0, metavar="S", help=deadline)
     wait = "seconds that a request waits while no worker can take it, such as during a restart (default: 30; 0: refuse at once)"
     add("--wait-seconds", type=number(0), default=30.0, metavar="S", help=wait)
     silent = "seconds without data after which a stream continues on another worker (default: 30)"
     add("--silent-seconds", type=number(0, above=True), default=30.0, metavar="S", help=silent)
-    add(
-        "--max-body",
-        type=size,
-        default="64MiB",
-        metavar="SIZE",
-        help="limit of a request body (default: 64MiB)",
-    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    body = "limit of a request body (default: 64MiB)"
+    add("--max-body", type=size, default="64MiB", metavar="SIZE", help=body)
     bodies = "memory for the bodies of all open requests; further requests get 429 (default: 2GiB)"
     add("--body-memory", type=size, default="2GiB", metavar="SIZE", help=bodies)
     connections = "largest number of open connections of clients (default: 16384)"
@@ -129,27 +145,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
     slow = "seconds after which a client that reads nothing, or less than 1 KiB per second, is disconnected (default: 60)"
     add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
-    add("--affinity-seconds", type=number(0), default=0.05, metavar="S",
-        help="seconds by which the cost of a session's last worker is reduced (default: 0.05)")  # fmt: skip
-    add("--overload-seconds", type=number(0), default=2.0, metavar="S",
-        help="no affinity to a worker whose backlog exceeds the smallest backlog by more seconds (default: 2)")  # fmt: skip
-    copies = "number of workers that should have each hot prefix, so that it survives the death of a worker (default: 1, no copies)"
-    add("--copies", type=whole(1), default=1, metavar="N", help=copies)
-    add(
-        "--hot-hits",
-        type=whole(1),
-        default=3,
-        metavar="N",
-        help="number of hits after which a prefix is hot (default: 3)",
-    )
+
+
+def _add_logs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     level = "least severe messages to log (default: info)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
-    add(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="format of the log on stderr (default: text)",
-    )
+    style = "format of the log on stderr (default: text)"
+    add("--log-format", choices=("text", "json"), default="text", help=style)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,12 +11,11 @@ tenants       Tenant, its account, quota and share; the account of public prefix
 
 from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory, SavablePolicy
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
-from .tenants import PUBLIC_TENANT, Account, Tenant
+from .tenants import Account, Tenant
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
-    "PUBLIC_TENANT",
     "Account",
     "Cost",
     "Entry",

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from kvloom.core.slo import Objective
+from kvloom.core.control import PUBLIC_TENANT, Objective
 
 from .policies import Entry, Policy
 from .queue import EvictionQueue
 
-__all__ = ["PUBLIC_TENANT", "Account", "Accounts", "Owner", "Tenant"]
-
-PUBLIC_TENANT = "public prefixes"
-"""Name of the account of public prefixes, in the pool and in tiers. No tenant may have this name."""
+__all__ = ["Account", "Accounts", "Owner", "Tenant"]
 
 SOFT_PART = 0.5
 """Fraction of a share that is protected if the share is not firm."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvloom.core.eviction.tenants import PUBLIC_TENANT, Account
+from kvloom.core.control import PUBLIC_TENANT
+from kvloom.core.eviction.tenants import Account
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids
 from kvloom.core.prefix.in_transfer import Reservation

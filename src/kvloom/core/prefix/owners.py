@@ -21,17 +21,14 @@ class BlockOwners:
     """The owners of the blocks of one sequence, pin or load: `public` for the first `public_blocks` blocks, and
     `private` for all later blocks."""
 
-    __slots__ = ("private", "public", "public_blocks")
+    __slots__ = ("account", "private", "public", "public_blocks")
 
     def __init__(self, private: Owner, public: Owner | None = None, public_blocks: int = 0) -> None:
         self.private = private
+        self.account = private.account
+        """The account of the tenant."""
         self.public = public or private
         self.public_blocks = public_blocks
-
-    @property
-    def account(self) -> Account:
-        """The account of the tenant."""
-        return self.private.account
 
     def at(self, block: int) -> Owner:
         """Return the owner of a block."""

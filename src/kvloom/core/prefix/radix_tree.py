@@ -274,7 +274,7 @@ class RadixTree(Checkpoints):
             self.version += 1
             self.replaced += 1
             old = node.pages[have : have + 1].copy()
-            node.account.free(self.pages.drop_cached(old))
+            node.owner.account.free(self.pages.drop_cached(old))
             node.pages[have] = 0
             self.pages.own(rows[:1], node)
             self._reassign_owner(node, old)
@@ -287,7 +287,7 @@ class RadixTree(Checkpoints):
         self.tokens += len(data) // TOKEN_BYTES
         node.last_used = now
         if node.queued is not None:
-            node.account.queue.push(node, now)
+            node.owner.account.queue.push(node, now)
 
     def _add_child(
         self,
@@ -304,16 +304,17 @@ class RadixTree(Checkpoints):
         node.parent, node.root, node.owner = parent, parent.root, owner
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
-        self._note_growth(node, node.start)
+        if self.offload_source is not None:
+            self.offload_source.on_grow(node, node.start)
         if self.windows:
             node.checkpoint_counts = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.add_cached(rows, node)
         parent.children[token_at(data)[0]] = node
         self.nodes += 1
         self.tokens += len(data) // TOKEN_BYTES
-        queue = node.account.queue
+        queue = node.owner.account.queue
         if parent.queued is not None:
-            parent.account.queue.remove(parent)
+            parent.owner.account.queue.remove(parent)
         queue.policy.on_insert(node, now)
         if lock:
             node.locks = 1  # the new node is locked from the start, so it is not queued for eviction
@@ -385,7 +386,7 @@ class RadixTree(Checkpoints):
         self.tokens -= node.end - max(end, start)
         keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
-        node.account.free(self.pages.drop_cached(gone))
+        node.owner.account.free(self.pages.drop_cached(gone))
         node.count = keep
         if self.pages.owners:
             self._reassign_owner(node, gone[:1])
@@ -401,7 +402,7 @@ class RadixTree(Checkpoints):
         parent = node.parent
         assert parent is not None
         del parent.children[token_at(node.text)[0]]
-        node.account.queue.remove(node)
+        node.owner.account.queue.remove(node)
         node.end = node.start
         node.parent = None
         # Sessions and ghosts may still refer to the node, but do not need its contents.
@@ -419,7 +420,7 @@ class RadixTree(Checkpoints):
             # Pass the pages to the listener once more: a tier that stores only reused pages needs them now.
             node.offload.offloaded_tokens = 0
         node.ended = False
-        node.account.queue.policy.on_hit(node, now)
+        node.owner.account.queue.policy.on_hit(node, now)
         node.last_used = now
 
     def lock(self, node: Node) -> None:
@@ -428,7 +429,7 @@ class RadixTree(Checkpoints):
             self.locked.add(node)
         node.locks += 1
         if node.queued is not None:
-            node.account.queue.remove(node)
+            node.owner.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
         """Drop one lock. A leaf without locks is queued for eviction. A root without nodes is removed."""
@@ -448,4 +449,4 @@ class RadixTree(Checkpoints):
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end
-            node.account.queue.push(node, now)
+            node.owner.account.queue.push(node, now)

@@ -115,7 +115,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
     """Record a hit of the matched nodes below `root`, and return the node that ends at the last block boundary of the
     hit. If a node contains this boundary, the node is split there."""
     boundary = match.resume // state.block_tokens * state.block_tokens
-    tree, node, before, owner = state.tree, root, now, state.accounts.owner(match.control.tenant)
+    tree, node, before = state.tree, root, now
     for passed in match.path:
         if passed.start >= boundary:
             if passed.start < match.resume:
@@ -125,7 +125,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
         before = passed.last_used
         node = passed if passed.end <= boundary else tree.split(passed, boundary)
         tree.hit(node, now)
-        if match.control.retain and node.owner == owner:
+        if match.control.retain and node.owner == state.accounts.owner(match.control.tenant):
             _raise_priority(node, match.control, state.block_tokens, now)
         if passed is not node:
             passed.last_used = now if boundary < match.resume else passed.last_used

@@ -159,7 +159,10 @@ class Sequence:
     @property
     def length(self) -> int:
         """Number of computed tokens. Raises ValueError if the sequence is closed."""
-        return int(self.cache.block_tables.length[self._open_row()])
+        tables, row = self.cache.block_tables, self.row
+        if tables.sequences[row] is not self:  # inlined `_open_row`, because every step reads the length
+            self._open_row()
+        return tables.length.item(row)
 
     @property
     def state_length(self) -> int:

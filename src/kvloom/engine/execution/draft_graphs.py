@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Many
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ import torch
 from kvloom.kernels.device import upload
 from kvloom.models.paged import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 
-from .piecewise_graphs import capturable
+from .graph_capture import CapturedGraph, GraphMemory, capture_graph
 
 __all__ = ["LARGEST_ROW", "DraftGraphs", "draft_graph_sizes", "largest_row"]
 
@@ -40,12 +38,6 @@ def largest_row(row_tokens: int) -> int:
     return min(1 << max(1, (row_tokens - 1).bit_length()), LARGEST_ROW)
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-
 class DraftGraphs:
     """One model's CUDA graphs for steps with drafts. `stage` builds the batches. `forward(batch, last)` runs
     the model, and computes logits for the tokens `last`, or for all tokens if `last` is None. `chosen` are the
@@ -60,11 +52,12 @@ class DraftGraphs:
         chosen: torch.Tensor,
         row_tokens: int,
         step_tokens: int,
+        memory: GraphMemory,
     ) -> None:
-        self._stage, self._forward, self._chosen = stage, forward, chosen
+        self._stage, self._forward, self._chosen, self._memory = stage, forward, chosen, memory
         self.longest = largest_row(row_tokens)
         self.sizes = draft_graph_sizes(step_tokens)
-        self._graphs: dict[int, _Captured] = {}
+        self._graphs: dict[int, CapturedGraph] = {}
 
     def size_for(self, works: Many[Work]) -> int:
         """Return the size, in tokens, of the graph that computes a step. Returns 0 if no graph fits the step."""
@@ -74,10 +67,10 @@ class DraftGraphs:
         at = bisect_left(self.sizes, sum(counts))
         return self.sizes[at] if at < len(self.sizes) else 0
 
-    def run(self, works: Many[Work], size: int, wanted: Many[int] | None, pool: Any) -> torch.Tensor:
+    def run(self, works: Many[Work], size: int, wanted: Many[int] | None) -> torch.Tensor:
         """Compute a step with the graph of `size` tokens. `wanted` has the indices of the entries of `works` that need
         logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
-        captured = self.capture(size, pool)
+        captured = self.capture(size)
         self._stage.send_drafted(works, size)
         captured.graph.replay()
         bounds = np.cumsum([0, *(len(work.tokens) for work in works)])
@@ -88,18 +81,14 @@ class DraftGraphs:
             return captured.logits[: len(ends)]
         return captured.logits.index_select(0, upload(ends, self._stage.device))
 
-    def capture(self, size: int, pool: Any) -> _Captured:
-        """Return the graph of one size. Captures it in the memory pool `pool` if it does not exist."""
+    def capture(self, size: int) -> CapturedGraph:
+        """Return the graph of one size. Captures the graph if it does not exist."""
         if size not in self._graphs:
-            stage, device = self._stage, self._stage.device
+            stage = self._stage
             stage.send_drafted([], size)
-            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory
-                self._forward(stage.drafted(size, self.longest, self._chosen), None)
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with capturable(device), torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(stage.drafted(size, self.longest, self._chosen), None)
-            self._graphs[size] = _Captured(graph, logits)
+            self._graphs[size] = capture_graph(
+                stage.device,
+                lambda: self._forward(stage.drafted(size, self.longest, self._chosen), None),
+                self._memory,
+            )
         return self._graphs[size]

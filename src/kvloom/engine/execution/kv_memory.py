@@ -72,19 +72,9 @@ def allocate_kv_memory(
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
         raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
     batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
-    spec = _spec(model.config, weight.dtype, config)
-    whole = whole_of(model)
-    if whole is not None:
-        layers = divided_specs(spec.layers, _spec(whole.config, weight.dtype, config).layers)
-        spec = replace(spec, layers=layers)
+    spec = _pool_spec(model, draft, config)
     if draft is not None:
-        spec = _with_draft(spec, draft, config)
         install(draft, spec.max_context)
-    elif config.draft_model:
-        # Only rank 0 runs the draft model. The other ranks reserve its pages, so that page ids are equal.
-        spec = with_draft(
-            spec, _draft_spec(transformers_config(folder_of(config.draft_model)), weight.dtype, config)
-        )
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     ranks, part = ranks_of(model), WHOLE
@@ -129,17 +119,11 @@ def allocate_kv_memory(
         reserved = max(slabs, layout.slabs_in(config.max_pool_bytes))
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
-    name = spec.name
-    if config.tiers:  # other processes may load the pages, so the hash must cover the weights
-        invariant = " invariant" if config.batch_invariant else ""
-        name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
-        if draft is not None:  # tiers store pages of the draft beside pages of the target
-            name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,
         slabs=slabs,
         reserved=reserved,
-        model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
+        model=_model_identity(model, draft, spec, scales, config),
         # One more sequence: a copy of a document briefly opens a second one.
         max_sequences=config.max_running + (config.reuse_documents is not None),
         max_tokens=longest,
@@ -151,6 +135,38 @@ def allocate_kv_memory(
         ),
     )
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
+
+
+def _pool_spec(model: Any, draft: Any, config: EngineConfig) -> ModelSpec:
+    """Return the spec of all layers that have pages in the pool: those of the model on this rank, and those of the
+    draft model or head."""
+    dtype = next(model.parameters()).dtype
+    spec = _spec(model.config, dtype, config)
+    whole = whole_of(model)
+    if whole is not None:
+        layers = divided_specs(spec.layers, _spec(whole.config, dtype, config).layers)
+        spec = replace(spec, layers=layers)
+    if draft is not None:
+        return _with_draft(spec, draft, config)
+    if config.draft_model:
+        # Only rank 0 runs the draft model. The other ranks reserve its pages, so that page ids are equal.
+        beside = transformers_config(folder_of(config.draft_model))
+        return with_draft(spec, _draft_spec(beside, dtype, config))
+    return spec
+
+
+def _model_identity(
+    model: Any, draft: Any, spec: ModelSpec, scales: Scales | None, config: EngineConfig
+) -> str:
+    """Return the text that identifies the model in block hashes. With tiers, the text covers the weights, because
+    other processes may load the pages."""
+    name = spec.name
+    if config.tiers:
+        invariant = " invariant" if config.batch_invariant else ""
+        name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
+        if draft is not None:  # tiers store pages of the draft beside pages of the target
+            name += f", draft {model_fingerprint(draft)}"
+    return name if scales is None else f"{name}, scales {fingerprint(scales)}"
 
 
 def _spec(model_config: Any, dtype: torch.dtype, config: EngineConfig) -> ModelSpec:

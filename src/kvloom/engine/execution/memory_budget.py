@@ -20,8 +20,9 @@ from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import Scales, Work
 from kvloom.models.vision import Vision
 
+from .decode_graphs import graph_sizes
 from .draft_graphs import draft_graph_sizes
-from .model_runner import ModelRunner, graph_sizes
+from .model_runner import ModelRunner
 
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
 

@@ -6,13 +6,12 @@ A `Work` is the tokens of one sequence in a step.
 
 | step                                   | on a GPU                                                     |
 |----------------------------------------|--------------------------------------------------------------|
-| one token of each sequence             | a graph of the next larger size, with padding                |
+| one token of each sequence             | a graph of the next larger size (`decode_graphs.py`)         |
 | a few tokens of each sequence: drafts  | a graph of the next larger size (`draft_graphs.py`)          |
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
 
-Pages that several sequences share are read once. The runner searches for shared pages when the sequences of a step
-change. This module does not depend on requests.
+This module does not depend on requests.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
 from kvloom.core import WHOLE, CacheControl, KVCache, Sequence
-from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.kernels.lora import AdapterRows
@@ -50,27 +48,12 @@ from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
+from .decode_graphs import DecodeGraphs, SharedPages
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
-from .piecewise_graphs import PiecewiseGraphs, capturable
+from .graph_capture import CaptureError, GraphMemory
+from .piecewise_graphs import PiecewiseGraphs
 
-__all__ = ["Mirror", "ModelRunner", "graph_sizes"]
-
-
-MIN_SHARERS = 4
-"""Smallest number of sequences for which a search for shared pages saves more time than it takes."""
-
-
-def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes, in sequences, for up to `rows` sequences. The sizes are few, but close enough that steps
-    need little padding."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
-    return [size for size in sizes if size < rows] + [rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+__all__ = ["Mirror", "ModelRunner"]
 
 
 class Mirror(Protocol):
@@ -143,24 +126,19 @@ class ModelRunner:
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
         """A function that returns a context, in which the model runs. A draft head sets this function, to store the
         target's hidden states of each step."""
-        self.numerics: AbstractContextManager[Any] = nullcontext()
-        """The context for the model and for all computations on logits. If the runner is batch-invariant, the context
-        selects batch-invariant kernels. Otherwise the context has no effect."""
         if invariant:
             self._check_batch_invariant()
-            from kvloom.kernels.batch_invariant import BatchInvariant
-
-            self.numerics = BatchInvariant()  # type: ignore[no-untyped-call]
+        self.numerics = _numerics(invariant)
+        """The context for the model and for all computations on logits."""
         if vision is not None:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
-        turns = vision is not None and vision.uses_mrope
         self.stage: BatchBuilder = (
             BatchBuilder(
                 cache,
                 buffer.device,
                 tokens + rows + drafts,
                 rows,
-                shifted=turns,
+                shifted=vision is not None and vision.uses_mrope,
                 tree_columns=max(4, largest_row(1 + draft_length)) if trees else 0,
                 adapted=lora is not None,
             )
@@ -170,10 +148,7 @@ class ModelRunner:
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """Tokens sampled by the previous step. The `source` of a work is an index into these tokens."""
-        decoder = model.get_decoder()  # some models return themselves
-        self.decoder: torch.nn.Module | None = (
-            decoder if decoder is not model else getattr(model, "model", None)
-        )
+        self.decoder = _decoder_of(model)
         """The part of the model that ends with the final norm. None if this part is not a separate module."""
         # A few families return their output matrix as decoder.
         has_decoder = hasattr(self.decoder, "get_input_embeddings")
@@ -184,38 +159,41 @@ class ModelRunner:
         """The hidden states after the final norm ([tokens, hidden]), one tensor for each of the works `pooled` in
         the last `run`."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
-        self._graphs: dict[tuple[int, bool, bool], _Captured] = {}
         self._cache = cache
-        own = [
-            group
-            for group in cache.layout.of("token")
-            if (group.spec.lifetime == "draft") == (target is not None)
-        ]
-        full = [group for group in own if not group.spec.visibility.windowed]
-        self._shared_column = full[0].columns.start if full and not invariant else None
-        self._windows = [
-            group
-            for group in own
-            if group.spec.visibility.windowed and is_worth_sharing(group.spec.visibility)
-        ]
-        self._sharers: tuple[object, ...] = ()
-        self._shares = False
-        self._pool: Any = None
-        replayable = buffer.is_cuda and self.pages.is_replayable and not separate
-        self._sizes = graph_sizes(rows) if graphs and replayable else []
-        self.piecewise: PiecewiseGraphs | None = None
-        """Graphs of steps with prompts. None if the model cannot be captured."""
-        if self._sizes and not turns and not self.pages.has_states:
-            self.piecewise = PiecewiseGraphs(
-                self.pages, self.stage, self._forward, self.chosen, tokens + rows
-            )
+        self.decode_graphs: DecodeGraphs | None = None
+        """Graphs of decode steps. None if the model cannot be captured, or graphs are turned off."""
         self.draft_graphs: DraftGraphs | None = None
         """Graphs of steps with drafts. None if there is no speculation or the model does not support these graphs."""
-        if self._sizes and draft_length and not invariant:
+        self.piecewise: PiecewiseGraphs | None = None
+        """Graphs of steps with prompts. None if the model cannot be captured."""
+        if graphs and buffer.is_cuda and self.pages.is_replayable and not separate:
+            self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
+
+    def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
+        """Create the objects that capture and replay CUDA graphs. Captures no graph yet."""
+        memory, step_tokens = GraphMemory(), self.tokens + self.rows
+        shared = None
+        if not invariant:
+            groups = [g for g in self._cache.layout.of("token") if (g.spec.lifetime == "draft") == is_draft]
+            shared = SharedPages(self._cache, self.pages, groups)
+        self.decode_graphs = DecodeGraphs(
+            self.stage, self._forward, self.chosen, self.rows, shared, self._lora is not None, memory
+        )
+        has_mrope = self.vision is not None and self.vision.uses_mrope
+        if not has_mrope and not self.pages.has_states:
+            self.piecewise = PiecewiseGraphs(
+                self.pages, self.stage, self._forward, self.chosen, step_tokens, memory
+            )
+        if draft_length and not invariant:
             again = draft_length if self.pages.has_states else 0
             self.draft_graphs = DraftGraphs(
-                self.stage, self._forward, self.chosen, 1 + draft_length + again, tokens + rows
+                self.stage, self._forward, self.chosen, 1 + draft_length + again, step_tokens, memory
             )
+
+    def _drop_graphs(self, error: CaptureError) -> None:
+        """Run all later steps without graphs, and warn."""
+        warnings.warn(f"steps run without CUDA graphs, and slower: {error}", stacklevel=3)
+        self.decode_graphs = self.draft_graphs = self.piecewise = None
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
@@ -245,47 +223,16 @@ class ModelRunner:
             self.mirror.run(works, wanted, whole, pooled)
         if self._ranks is not None and any(work.source >= 0 for work in works):
             self._ranks.every.share(self.chosen)
-        has_trees = any(work.parents for work in works)
-        single = not (whole or pooled) and all(
-            len(work.tokens) == 1 and not _has_images(work) for work in works
-        )
-        # With cold pages, every layer gathers pages on the host. A graph cannot contain this work.
-        has_cold_blocks = any(work.sequence.cold_blocks for work in works)
-        has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
-        if single and self._sizes and not has_cold_blocks and not has_new_states:
-            replayed = self._replay(works, wanted)
-            if replayed is not None:
-                return replayed
-        if (
-            self.draft_graphs is not None
-            and not (has_cold_blocks or has_new_states or whole or pooled)
-            and not any(_has_images(work) for work in works)
-            and (self.stage.supports_trees or not has_trees)
-        ):
-            size = self.draft_graphs.size_for(works)
-            if size:
-                return self.draft_graphs.run(works, size, wanted, self._memory())
-        if (
-            self.piecewise is not None
-            and not (has_cold_blocks or has_trees)
-            and not (whole or pooled)
-            and not any(work.replayed or work.skipped or _has_images(work) for work in works)
-        ):
-            size = self.piecewise.size_for(works)
-            if size:
-                return self.piecewise.run(works, size, wanted)
+        if not (whole or pooled):
+            logits = self._run_in_graphs(works, wanted)
+            if logits is not None:
+                return logits
         batch = self.stage.lay_out(works, self.chosen)
         if self.vision is not None:
             batch = self.vision.add_images(batch, works)
         last = batch.last
         if whole or batch.drafts or (wanted is not None and len(wanted) < len(works)):
-            ends = [
-                (batch.bounds[i + 1], works[i].drafts)
-                for i in (range(len(works)) if wanted is None else wanted)
-            ]
-            each = [np.arange(end - 1 - drafts, end) for end, drafts in ends]
-            each += [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
-            last = upload(np.concatenate([np.zeros(0, np.int64), *each]), self.device)
+            last = upload(_logit_positions(batch, works, wanted, whole), self.device)
         if not pooled:
             return self._forward(batch, last)
         states: list[torch.Tensor] = []
@@ -299,6 +246,33 @@ class ModelRunner:
         every = states[-1] if len(states) == 1 else torch.cat(states)
         self.hidden_states = [every[batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
         return logits
+
+    def _run_in_graphs(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor | None:
+        """Compute a step by CUDA graphs. The arguments and the result are those of `run`. Return None if no graph fits
+        the step."""
+        if self.decode_graphs is None and self.draft_graphs is None and self.piecewise is None:
+            return None
+        # With cold pages, every layer gathers pages on the host. A graph cannot contain this work.
+        if any(work.sequence.cold_blocks or _has_images(work) for work in works):
+            return None
+        has_new_states = self.pages.has_states and any(w.sequence.state_length == 0 for w in works)
+        is_decode = all(len(work.tokens) == 1 for work in works)
+        if self.decode_graphs is not None and is_decode and not has_new_states:
+            try:
+                return self.decode_graphs.run(works, wanted)
+            except CaptureError as error:
+                self._drop_graphs(error)
+        has_trees = any(work.parents for work in works)
+        can_draft = not has_new_states and (self.stage.supports_trees or not has_trees)
+        if self.draft_graphs is not None and can_draft:
+            size = self.draft_graphs.size_for(works)
+            if size:
+                return self.draft_graphs.run(works, size, wanted)
+        if self.piecewise is not None and not has_trees and not any(w.replayed or w.skipped for w in works):
+            size = self.piecewise.size_for(works)
+            if size:
+                return self.piecewise.run(works, size, wanted)
+        return None
 
     def supports_trees(self, works: Many[Work]) -> bool:
         """Return whether a step may contain draft trees. If not, its drafts must be chains. Trees do not work with
@@ -405,107 +379,31 @@ class ModelRunner:
         """Capture every graph. The largest graph is captured first, because the others reuse its memory."""
         if self.mirror is not None:
             self.mirror.capture()
-        kinds = (False,) if self._lora is None else (False, True)
-        wanted = [(size, False, adapted) for adapted in kinds for size in reversed(self._sizes)]
-        if self._shared_column is not None:
-            sizes = [size for size in reversed(self._sizes) if size >= MIN_SHARERS]
-            wanted += [(size, True, adapted) for adapted in kinds for size in sizes]
+        if self.draft_graphs is not None:
+            for size in reversed(self.draft_graphs.sizes):
+                self.draft_graphs.capture(size)
+        variants = [] if self.decode_graphs is None else self.decode_graphs.variants
         sizes = [] if self.piecewise is None else self.piecewise.sizes
-        drafts = self.draft_graphs
-        for size in reversed([] if drafts is None else drafts.sizes):
-            assert drafts is not None
-            drafts.capture(size, self._memory())
-        for done, (size, shares, adapted) in enumerate(wanted):
-            if shares:
-                runs = [SharedRun(0, 256, (0, 1), 0)]
-                self.pages.set_shared_runs(runs, runs if self._windows else None, size)
-            if self._captured(size, shares, adapted) is None:
+        total = len(variants) + len(sizes)
+        for done, variant in enumerate(variants):
+            assert self.decode_graphs is not None
+            try:
+                self.decode_graphs.capture(variant)
+            except CaptureError as error:
+                self._drop_graphs(error)
                 return
             if progress is not None:
-                progress(done + 1, len(wanted) + len(sizes))
-        self._sharers = ()
+                progress(done + 1, total)
         for done, size in enumerate(reversed(sizes)):
             assert self.piecewise is not None
             try:
-                self.piecewise.capture(size, self._memory())
+                self.piecewise.capture(size)
             except RuntimeError as error:
                 warnings.warn(f"prompt steps run without graphs, and slower: {error}", stacklevel=2)
                 self.piecewise = None
                 return
             if progress is not None:
-                progress(len(wanted) + done + 1, len(wanted) + len(sizes))
-
-    def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor | None:
-        """Compute a step of single tokens by a graph. The arguments and the result are those of `run`. Return None if
-        the model cannot be captured."""
-        size = next(size for size in self._sizes if size >= len(works))
-        adapted = any(work.adapter for work in works)
-        captured = self._captured(size, self._share(works, size), adapted)
-        if captured is None:
-            return None
-        self.stage.send_singles(works, size)
-        captured.graph.replay()
-        logits = captured.logits[: len(works)]
-        if wanted is not None and len(wanted) < len(works):
-            return logits[torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)]
-        return logits
-
-    def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether sequences of the step share pages. If so, send the ranges of shared pages to the device, so
-        that attention reads them once. If the sequences are the same as in the previous call, this method returns the
-        previous result without a search.
-        """
-        if self._shared_column is None or len(works) < MIN_SHARERS:
-            return False
-        sharers = (size, *(work.sequence for work in works))
-        if sharers != self._sharers:
-            rows = np.array([work.sequence.row for work in works])
-            settled = self._cache.lengths[rows]
-            blocks = int(settled.max()) // self._cache.block_tokens
-            tables = self._cache.page_tables[self._shared_column, rows, :blocks]
-            runs = windows = find_shared_runs(tables, settled, self._cache.block_tokens)
-            for group in self._windows:
-                tables = self._cache.page_tables[group.columns.start, rows, :blocks]
-                first = group.spec.visibility.first_visible_each(settled)
-                windows = visible_shared_runs(windows, tables, first, self._cache.block_tokens)
-            in_window = windows if self._windows else None
-            self._sharers, self._shares = (
-                sharers,
-                bool(runs) and self.pages.set_shared_runs(runs, in_window, size),
-            )
-        return self._shares
-
-    def _captured(self, size: int, shares: bool, adapted: bool = False) -> _Captured | None:
-        """Return the graph of a decode step, and capture it at its first use. Steps without adapters have their own
-        graphs, which compute no low-rank terms. Return None if the model cannot be captured; later steps then run
-        without graphs."""
-        if (size, shares, adapted) not in self._graphs:
-            self.stage.send_singles([], size)
-            side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory
-                self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with capturable(self.device), torch.cuda.graph(graph, pool=self._memory()):
-                    logits = self._forward(self.stage.replayed(size, self.chosen, shares, adapted), None)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                warnings.warn(f"steps run without CUDA graphs, and slower: {error}", stacklevel=2)
-                self._sizes, self.draft_graphs, self.piecewise = [], None, None
-                return None
-            self._graphs[size, shares, adapted] = _Captured(graph, logits)
-        return self._graphs[size, shares, adapted]
-
-    def _memory(self) -> Any:
-        """Return the memory pool in which all CUDA graphs allocate. Graphs can share the memory, because they never
-        run at the same time.
-        """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+                progress(len(variants) + done + 1, total)
 
     def _forward(
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
@@ -556,6 +454,32 @@ class ModelRunner:
         """Hook after the decoder: replace the hidden states of this rank's tokens by those of all ranks' tokens."""
         if self.pages.divided is not None:
             found.last_hidden_state = self.pages.divided.join(found.last_hidden_state[0])[0][None]
+
+
+def _numerics(invariant: bool) -> AbstractContextManager[Any]:
+    """Return a context that selects batch-invariant kernels if `invariant` is set, and otherwise has no effect."""
+    if not invariant:
+        return nullcontext()
+    from kvloom.kernels.batch_invariant import BatchInvariant
+
+    return BatchInvariant()  # type: ignore[no-untyped-call]
+
+
+def _decoder_of(model: Any) -> torch.nn.Module | None:
+    """Return the part of the model that ends with the final norm. None if this part is not a separate module."""
+    decoder: torch.nn.Module = model.get_decoder()  # some models return themselves
+    return decoder if decoder is not model else getattr(model, "model", None)
+
+
+def _logit_positions(
+    batch: Batch, works: Many[Work], wanted: Many[int] | None, whole: Many[int]
+) -> npt.NDArray[np.int64]:
+    """Return the places of the tokens in a batch whose logits `ModelRunner.run` returns, in order."""
+    bounds = batch.bounds
+    ends = [(bounds[i + 1], works[i].drafts) for i in (range(len(works)) if wanted is None else wanted)]
+    each = [np.arange(end - 1 - drafts, end) for end, drafts in ends]
+    each += [np.arange(bounds[i], bounds[i + 1]) for i in whole]
+    return np.concatenate([np.zeros(0, np.int64), *each])
 
 
 def _partial_sum_tokens(longest: int) -> int:

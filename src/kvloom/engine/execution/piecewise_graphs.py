@@ -9,56 +9,26 @@ attention skips them. All graphs use the same memory, so each step overwrites th
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence as Many
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence as Many
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kvloom.kernels.device import upload
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 
-__all__ = ["PiecewiseGraphs", "capturable", "piece_sizes"]
+from .graph_capture import GraphMemory, capturable
+
+__all__ = ["PiecewiseGraphs", "piece_sizes"]
 
 MARGIN = 1.5
 """Steps with few tokens take longer on the host than on the device. At a certain number of tokens, both times are
 equal. Graphs are used for steps of up to MARGIN times this number.
 """
-
-
-@contextmanager
-def capturable(device: torch.device) -> Iterator[None]:
-    """Return a context manager for the capture of a graph on `device`. The context manager turns garbage collection
-    off. The collector could destroy an old graph, and the capture would fail. Scalar tensors that modeling code creates
-    are created on the device, because a capture cannot copy them from the host (Gemma 3n).
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        with _ScalarsOn(device):
-            yield
-    finally:
-        if before:
-            gc.enable()
-
-
-class _ScalarsOn(TorchFunctionMode):
-    """Makes `torch.tensor(number)` create its tensor on a device, without a copy from the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float):
-            return torch.full((), args[0], dtype=kwargs.get("dtype"), device=self._device)
-        return function(*args, **kwargs)
 
 
 def piece_sizes(tokens: int) -> list[int]:
@@ -94,9 +64,10 @@ class PiecewiseGraphs:
         forward: Callable[[Batch, torch.Tensor | None, GraphSplitter | None], torch.Tensor],
         chosen: torch.Tensor,
         most: int,
+        memory: GraphMemory,
     ) -> None:
         self._pages, self._stage, self._forward, self._chosen = pages, stage, forward, chosen
-        self._most = most
+        self._most, self._memory = most, memory
         self._graph_sets: dict[int, _GraphSet] = {}
         self._captured: list[int] = []
         self._last = torch.zeros(stage.rows, dtype=torch.int64, device=stage.device)
@@ -151,9 +122,9 @@ class PiecewiseGraphs:
         assert graphs.logits is not None
         return graphs.logits[: len(ends)]
 
-    def capture(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size in the memory pool `pool`. Call this method for the largest size first,
-        because the graphs of the other sizes reuse the memory of the largest.
+    def capture(self, size: int) -> None:
+        """Capture the graphs of one size. Call this method for the largest size first, because the graphs of the other
+        sizes reuse the memory of the largest.
         """
         stage, device = self._stage, self._stage.device
         self._last.zero_()
@@ -167,7 +138,7 @@ class PiecewiseGraphs:
             idle = _Recording(size, self._results)
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
-            recording = _Recording(size, self._results, pool)
+            recording = _Recording(size, self._results, self._memory.handle)
             with capturable(device):
                 recording.open()
                 try:

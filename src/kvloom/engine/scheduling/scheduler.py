@@ -201,14 +201,7 @@ class Scheduler:
         if self._several:
             self._share_out()
         empty = not self.running
-        decodes: list[Request] = []
-        prompts: list[Request] = []
-        for request in sorted(self.running, key=self._order if self._shares else RANK):
-            size = len(request.tokens) + request.inflight_tokens
-            if request.mask_pending:
-                continue
-            if request.computed < size < request.limit:
-                (decodes if size - request.computed == 1 else prompts).append(request)
+        decodes, prompts = self._runnable()
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, protection is not needed: evicted pages can be loaded again
             self._lookahead.protect_queued()
@@ -228,6 +221,38 @@ class Scheduler:
                 for request, before in zip(prompts, sequences, strict=True)
                 if request.sequence is before
             ]
+        budget, resumed = self._prefill(prompts, budget, picked, places)
+        if alone in resumed:
+            alone = None
+        if alone is not None and alone.sequence is None and not self._freeing and not settling:
+            if self._can_grow:
+                self.awaits_growth = True
+            else:
+                self._reject(alone)
+        block = self.cache.block_tokens
+        next_blocks |= {next_block_of(request, request.computed, block) for request, _ in picked[first:]}
+        self._admit_waiting(budget, picked, places, next_blocks, empty)
+        return picked
+
+    def _runnable(self) -> tuple[list[Request], list[Request]]:
+        """Return the running requests that a step can compute, in order: those with one token to compute, and those
+        with several. Requests that wait for a token or for a grammar mask are left out."""
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in sorted(self.running, key=self._order if self._shares else RANK):
+            size = len(request.tokens) + request.inflight_tokens
+            if request.mask_pending:
+                continue
+            if request.computed < size < request.limit:
+                (decodes if size - request.computed == 1 else prompts).append(request)
+        return decodes, prompts
+
+    def _prefill(
+        self, prompts: list[Request], budget: int, picked: list[Scheduled], places: dict[int, int]
+    ) -> tuple[int, list[Request]]:
+        """Compute the next chunks of running prompts within the budget, and add this work to `picked`. Return the
+        remaining budget, and the requests that were queued again because tiers have more of their pages."""
+        resumed: list[Request] = []
         for request in prompts:
             if request.sequence is None:
                 continue  # preempted earlier in this step
@@ -237,8 +262,8 @@ class Scheduler:
                 until = decision.until
                 if decision.action is Action.RESUME:
                     self._release(request)
-                    alone = None
                     self._queue.push(request)
+                    resumed.append(request)
                     continue
                 if decision.action is Action.WAIT:
                     self._paused += 1
@@ -249,15 +274,7 @@ class Scheduler:
                 budget -= taken
                 if taken:
                     self._lookahead.announce_checkpoint(request)
-        if alone is not None and alone.sequence is None and not self._freeing and not settling:
-            if self._can_grow:
-                self.awaits_growth = True
-            else:
-                self._reject(alone)
-        block = self.cache.block_tokens
-        next_blocks |= {next_block_of(request, request.computed, block) for request, _ in picked[first:]}
-        self._admit_waiting(budget, picked, places, next_blocks, empty)
-        return picked
+        return budget, resumed
 
     def _admit_waiting(
         self,

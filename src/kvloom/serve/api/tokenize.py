@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -10,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvloom.serve.errors import bad_request
+from kvloom.serve.worker import Ready
 
 from .prompts import PromptEncoder, PromptLimits, characters_for, with_public_prefix
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
@@ -31,8 +34,11 @@ class IdsFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class TokenizeEndpoint:
-    """Returns the token ids of a prompt or a chat. An ASGI application."""
+F = TypeVar("F", bound=CompletionFields | ChatFields | IdsFields)
+
+
+class _TokenizerEndpoint(ABC, Generic[F]):
+    """Reads the fields of a request, and answers with the tokenizer of its model. An ASGI application."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -43,45 +49,57 @@ class TokenizeEndpoint:
         context.require_accepting()
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
-            fields = await context.parse(lambda: _read(body), account, len(body))
+            fields = await context.parse(lambda: self._read(body), account, len(body))
             facts, prompts = context.served(fields.model).require_ready()
-            most = characters_for(facts.max_tokens)
-            limits = PromptLimits(most, facts.vocab_size, characters=most)
-            response = await prompts.run(
-                lambda: _tokenized(fields, prompts, limits, facts.max_tokens), account, len(body)
+            found = await prompts.run(self._answer(fields, facts, prompts), account, len(body))
+        response = Response(msgspec.json.encode(found), media_type="application/json")
+        await response(scope, receive, send)
+
+    @staticmethod
+    @abstractmethod
+    def _read(body: bytes) -> F:
+        """Return the fields of a request body. Raises an error for invalid fields."""
+
+    @staticmethod
+    @abstractmethod
+    def _answer(fields: F, facts: Ready, prompts: PromptEncoder) -> Callable[[], dict[str, Any]]:
+        """Check the fields against the model. Return a function that computes the response, which may take seconds."""
+
+
+class TokenizeEndpoint(_TokenizerEndpoint[TextFields | MessagesFields]):
+    """Returns the token ids of a prompt or a chat."""
+
+    @staticmethod
+    def _read(body: bytes) -> TextFields | MessagesFields:
+        return read_fields(body, MessagesFields) if _has_messages(body) else read_fields(body, TextFields)
+
+    @staticmethod
+    def _answer(
+        fields: TextFields | MessagesFields, facts: Ready, prompts: PromptEncoder
+    ) -> Callable[[], dict[str, Any]]:
+        most = characters_for(facts.max_tokens)
+        limits = PromptLimits(most, facts.vocab_size, characters=most)
+        return lambda: _tokenized(fields, prompts, limits, facts.max_tokens)
+
+
+class DetokenizeEndpoint(_TokenizerEndpoint[IdsFields]):
+    """Returns the text of token ids."""
+
+    @staticmethod
+    def _read(body: bytes) -> IdsFields:
+        return read_fields(body, IdsFields)
+
+    @staticmethod
+    def _answer(fields: IdsFields, facts: Ready, prompts: PromptEncoder) -> Callable[[], dict[str, Any]]:
+        tokens, most = fields.tokens, characters_for(facts.max_tokens)
+        if prompts.tokenizer is None:
+            raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")
+        if len(tokens) > most:
+            raise bad_request(
+                f"tokens: {len(tokens):,} exceed the limit of {most:,}: send them in parts", "tokens"
             )
-        await _send_json(response, scope, receive, send)
-
-
-class DetokenizeEndpoint:
-    """Returns the text of token ids. An ASGI application."""
-
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, request = self._context, Request(scope, receive)
-        account = context.authenticate(request) or ""
-        context.require_accepting()
-        with context.bodies.hold(account) as held:
-            body = await context.read_body(request, held)
-            fields = await context.parse(lambda: read_fields(body, IdsFields), account, len(body))
-            facts, prompts = context.served(fields.model).require_ready()
-            most = characters_for(facts.max_tokens)
-            tokens = fields.tokens
-            if prompts.tokenizer is None:
-                raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")
-            if len(tokens) > most:
-                raise bad_request(
-                    f"tokens: {len(tokens):,} exceed the limit of {most:,}: send them in parts", "tokens"
-                )
-            check_tokens(tokens, facts.vocab_size, "tokens")
-            text = await prompts.run(lambda: prompts.text(tokens), account, len(body))
-        await _send_json({"prompt": text}, scope, receive, send)
-
-
-def _read(body: bytes) -> TextFields | MessagesFields:
-    return read_fields(body, MessagesFields) if _has_messages(body) else read_fields(body, TextFields)
+        check_tokens(tokens, facts.vocab_size, "tokens")
+        return lambda: {"prompt": prompts.text(tokens)}
 
 
 def _tokenized(
@@ -111,7 +129,3 @@ def _has_messages(body: bytes) -> bool:
         return "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-
-
-async def _send_json(body: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
-    await Response(msgspec.json.encode(body), media_type="application/json")(scope, receive, send)

@@ -19,7 +19,7 @@ A store's client library is imported when the tier is opened.
 from .byte_stream import ByteStream
 from .capacity_tracker import CapacityTracker
 from .mooncake import open_mooncake
-from .mooncake_client import MooncakeConfig
+from .mooncake_client import MooncakeClient, MooncakeConfig
 from .nixl import NixlFiles, make_agent, open_nixl
 from .redis import RedisAddress, open_redis
 from .redis_pages import RedisPages
@@ -34,6 +34,7 @@ __all__ = [
     "Destination",
     "Job",
     "Link",
+    "MooncakeClient",
     "MooncakeConfig",
     "NixlFiles",
     "RedisAddress",

@@ -261,11 +261,14 @@ class MooncakeStore(Store):
         return int(answer[0][0][0])
 
 
-def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
-    """Opens the tier. Raises TierError if the package is missing or the master cannot be reached."""
+def open_mooncake(
+    mooncake: MooncakeConfig, config: RemoteConfig, client: MooncakeClient | None = None
+) -> RemoteTier:
+    """Opens the tier. Raises TierError if the package is missing or the master cannot be reached. The tier uses
+    `client` if it is given, and closes it."""
     load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
-    client = MooncakeClient(mooncake, config.timeout)
+    client = client or MooncakeClient(mooncake, config.timeout)
     return store_tier(
         str(mooncake),
         config,
