@@ -36,6 +36,7 @@ from kvloom.models.paged import (
     separation_reason,
     without_sinks,
 )
+from kvloom.models.sharding import ranks_of
 from kvloom.models.vision import EncoderDecoder, Vision
 
 from .adapter_table import LoadedAdapter, open_adapters
@@ -205,7 +206,8 @@ class Engine:
             self.speculation = Speculation(
                 self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
             )
-        self._token_mover = TokenMover(self.cache, self.buffer)
+        ranks = ranks_of(model)
+        self._token_mover = TokenMover(self.cache, self.buffer, None if ranks is None else ranks.context)
         self._output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         self._inflight: InflightStep | None = None
         self.finished_prefill = PrefillChunks()

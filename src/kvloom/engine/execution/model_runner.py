@@ -202,6 +202,7 @@ class ModelRunner:
         self._shares = False
         self._pool: Any = None
         replayable = buffer.is_cuda and self.pages.is_replayable and not separate
+        replayable = replayable and not (self._ranks is not None and self._ranks.every.is_staged)
         self._sizes = graph_sizes(rows) if graphs and replayable else []
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
