@@ -43,21 +43,22 @@ def closed(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("family", "parts", "least"),
     [
-        ("llama", WEIGHTS, 1),
-        ("llama", (4, 1), 1),
-        ("llama", BOTH, 1),
-        ("llama", CONTEXT, 10**6),
         ("phi3", WEIGHTS, 1),
         ("mamba", WEIGHTS, 1),
+        ("llama", WEIGHTS, 1),
+        ("llama", (4, 1), 1),
+        ("llama", CONTEXT, 10**6),
         ("gemma3_text", CONTEXT, 1),
+        ("bamba", CONTEXT, 10**6),
         ("bamba", CONTEXT, 1),
         ("bamba", (4, 1), 1),
         ("bamba", BOTH, 1),
-        ("bamba", CONTEXT, 10**6),
         ("qwen3_next", BOTH, 1),
+        ("llama", BOTH, 1),
         ("deepseek_v3", BOTH, 1),
         ("gpt_oss", BOTH, 1),
     ],
+    ids=str,
 )
 def test_ranks_compute_a_batch_of_base_and_three_adapters(
     family: str, parts: tuple[int, int], least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

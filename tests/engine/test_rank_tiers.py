@@ -98,8 +98,12 @@ def tokens_of(requests: list[Request]) -> list[list[int]]:
     [
         ("llama", {}, ("weights 2", "context 2", "one", "weights 4", "both", "context 4", "weights 2")),
         ("llama", {"block_tokens": 32}, ("weights 4", "context 4", "one", "weights 4")),
-        ("llama", {"kv_dtype": "int8"}, ("one", "weights 4", "weights 2", "context 2", "one")),
-        ("llama", {"kv_dtype": "int8", "block_tokens": 32}, ("context 4", "one", "both", "context 4")),
+        ("llama", {"kv_dtype": "int8"}, ("one", "weights 2", "context 2", "one")),
+        (
+            "llama",
+            {"kv_dtype": "int8", "block_tokens": 32},
+            ("context 4", "one", "both", "weights 4", "context 4"),
+        ),
         ("gemma3_text", {}, ("context 2", "one", "both", "context 2")),
         ("gemma3_text", {"block_tokens": 64}, ("weights 2", "one", "context 4", "weights 2")),
         ("bamba", {}, ("both", "one", "context 2", "weights 2", "weights 4", "both")),
@@ -184,9 +188,9 @@ def test_pages_in_tiers_have_the_form_of_one_rank(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "slabs", "write"),
     [
+        ("bamba", "weights 2", 10, "back"),
         ("llama", "weights 2", 24, "back"),
         ("bamba", "context 2", 12, "through"),
-        ("bamba", "weights 2", 10, "back"),
         ("llama", "context 2", 24, "through"),
         ("gemma3_text", "context 2", 16, "back"),
     ],
