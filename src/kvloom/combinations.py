@@ -411,11 +411,12 @@ REFUSED = {
         "batch_invariant",
         "tensor_parallel {count}: the order of sums between ranks depends on the size of a batch: turn batch_invariant off",
     ),
-    "context parallel, GPUs": Refused(
+    "context parallel, small pages": Refused(
         "engine",
         "context_parallel",
-        "a GPU",
-        "context_parallel {count}: only the attention on CPUs can read a part of each block: use tensor_parallel on GPUs",
+        "pages of fewer than 16 tokens on a GPU",
+        "context_parallel {count}: each rank would have pages of {tokens} tokens, and GPU kernels read 16 tokens or more: "
+        "set block_tokens (--block-tokens) to 16 times context_parallel or more",
     ),
     "context parallel, images": Refused(
         "engine",
@@ -444,8 +445,9 @@ REFUSED = {
     "context parallel, tree": Refused(
         "engine",
         "context_parallel",
-        "speculate tree=NODES",
-        "context_parallel {count}: the merge of ranks has no mask for draft trees: remove tree from speculate",
+        "speculate tree=NODES on a GPU",
+        "context_parallel {count}: the GPU kernels have no mask for draft trees in a part of each block: remove tree from "
+        "speculate",
     ),
     "context parallel, elastic pool": Refused(
         "engine",

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from kvloom.core import (
+    WHOLE,
     Account,
     CacheControl,
+    ContextPart,
     Field,
     KVCache,
     LayerSpec,
@@ -46,9 +48,17 @@ class World:
     """A cache, a label for every page's bytes, and a store below it. A page of tokens is labelled with the text it was
     written for, a state with the text it stands at."""
 
-    def __init__(self, kind: str, slabs: int, block: int = 16, ends: bool = True, **options: object) -> None:
+    def __init__(
+        self,
+        kind: str,
+        slabs: int,
+        block: int = 16,
+        ends: bool = True,
+        part: ContextPart = WHOLE,
+        **options: object,
+    ) -> None:
         layers = {f"layer {i}": spec for i, spec in enumerate(KINDS[kind])}
-        self.layout = PoolLayout.build(layers, block)
+        self.layout = PoolLayout.build(layers, block, part=part)
         self.cache = KVCache(self.layout, slabs, max_tokens=1024, **options)  # type: ignore[arg-type]
         self.bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self.store: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
@@ -192,14 +202,16 @@ def test_loaded_pages_have_the_offloaded_bytes(
     assert loaded
 
 
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(("block", "part"), [(16, WHOLE), (32, WHOLE), (32, ContextPart(0, 4))], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(5)
-def test_a_miss_of_the_first_query_agrees_with_the_load_plan(kind: str, block: int) -> None:
+@pytest.mark.few(7)
+def test_a_miss_of_the_first_query_agrees_with_the_load_plan(
+    kind: str, block: int, part: ContextPart
+) -> None:
     asked = decided = gained = 0
     for seed in range(6):
         rng = random.Random(f"{kind} {block} {seed}")
-        world = World(kind, slabs=rng.randrange(24, 60), block=block, ends=rng.random() < 0.5)
+        world = World(kind, slabs=rng.randrange(24, 60), block=block, ends=rng.random() < 0.5, part=part)
         cache = world.cache
         for text in texts(rng, 16):
             for prompt in (text, text[: rng.randrange(1, len(text) + 1)]):

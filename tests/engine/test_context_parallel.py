@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvloom.core import ContextPart, Visibility
 from kvloom.engine import LLM, Engine, EngineConfig, Request, SamplingParams
-from kvloom.models.paged import divided_step
+from kvloom.engine.parallel import RankGroup, group
+from kvloom.kernels.attention import Shape
+from kvloom.models.paged import BatchBuilder, divided_step, pages as paged
 from kvloom.models.sharding import RankError
 from kvloom.models.specs import ModelError
 from tests.engine.test_heads import recorded, save as save_head
@@ -128,6 +133,59 @@ def test_a_head_on_rank_0_gives_the_tokens_of_hugging_face(
             assert [request.tokens for request in requests] == wanted
             assert sorted(found) == sorted(drafts)
             assert sum(request.cached_tokens or 0 for request in requests) >= 96 * round_
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "parts", "settings"),
+    [
+        ("llama", (1, 4), {}),
+        ("llama", (2, 2), {"kv_dtype": "int8"}),
+        ("deepseek_v3", (1, 2), {"block_tokens": 32}),
+        ("glm4_moe", (1, 2), {}),
+    ],
+    ids=str,
+)
+def test_draft_trees_give_the_tokens_of_one_rank(
+    family: str, parts: tuple[int, int], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Accepted tokens of a tree move to other slots, which another rank may have. Later prompts read the moved tokens:
+    they continue the answers."""
+    model, speculate = save_head(tmp_path / "model", family)
+    prompts, more = prompts_of(5, (40, 33, 50)), prompts_of(6, (5, 9, 7))
+    settings = {**settings, "speculate": f"{speculate},tree=8"}
+    found = []
+    for one in (True, False):
+        if one:
+            engine = make_engine(copy.deepcopy(model), POOL, **settings)
+        else:
+            engine = grid_engine(model, *parts, pool_bytes=POOL, **settings)
+        moves: list[Any] = []
+        mover = engine._token_mover
+        engine._token_mover = Recorded(mover, moves)  # type: ignore[assignment]
+        first = run_all(fixed(engine), prompts)
+        again = run_all(engine, [[*r.tokens, *end] for r, end in zip(first, more, strict=True)])
+        assert sum(request.accepted_tokens for request in first) > 0
+        assert all((request.cached_tokens or 0) >= 32 for request in again)
+        found.append([request.tokens for request in (*first, *again)])
+        sizes = {group.index: group.block_tokens for group in engine.layout.groups if group.parts > 1}
+        crossed = [(a // sizes[0] != b // sizes[0]).any() for _, a, _, b in moves] if sizes else [False]
+        assert any(crossed) != one, "no token moved to another rank"
+        engine.close()
+    assert found[0] == found[1]
+    if "kv_dtype" not in settings:
+        assert found[0][: len(prompts)] == expected(model, prompts)
+
+
+class Recorded:
+    """Records the places of the first group in each move of tokens."""
+
+    def __init__(self, mover: Any, moves: list[Any]) -> None:
+        self.places, self._mover, self._moves = mover.places, mover, moves
+
+    def move(self, places: Any) -> None:
+        self._moves.append(places[0])
+        self._mover.move(places)
 
 
 def run_all(engine: Engine, prompts: list[list[int]]) -> list[Request]:
@@ -282,7 +340,6 @@ def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculate": "mtp,tree=8"}, "no mask for draft trees"),
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
         ({"batch_invariant": True}, "no batch-invariant kernel"),
     ],
@@ -291,6 +348,77 @@ def test_settings_that_ranks_do_not_support_are_refused(settings: dict[str, Any]
     with pytest.raises(ValueError, match=reason):
         EngineConfig(context_parallel=2, **settings)
     EngineConfig(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [1, 10**6], ids=["divided steps", "whole steps"])
+def test_ranks_with_the_kernels_and_batches_of_a_gpu(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs the kernels. The heads of the model have a size that the kernels support."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvloom.kernels.attention import PrefillPlan
+    from kvloom.kernels.attention.prefill_backends import BlockTile
+
+    plans, alone = [], threading.Lock()
+
+    class OneAtATime(PrefillPlan):
+        """The interpreter supports one thread, and the ranks are threads."""
+
+        def attend(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            with alone:
+                return super().attend(*given, **named)
+
+    def plan(shape: Shape, span: Visibility, _: torch.device, part: ContextPart) -> PrefillPlan:
+        tile = BlockTile(16, 16, 4, 2)
+        plans.append(OneAtATime(shape, span, "cpu", tile=tile, min_decode_rows=1, part=part))
+        return plans[-1]
+
+    def mirrored(stage: BatchBuilder, *given: Any, **named: Any) -> None:
+        init(stage, *given, mirrored=True, **named)
+
+    init = BatchBuilder.__init__
+    monkeypatch.setattr(BatchBuilder, "__init__", mirrored)
+    monkeypatch.setattr(paged, "prefill_plan", plan)
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", least)
+    model = made("llama", head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    prompts = prompts_of(8, (37, 7))
+    wanted = expected(model, prompts)
+    with ranks(model, 2, block_tokens=32, token_budget=40, rank_seconds=600) as engine:
+        assert generate(engine, prompts) == wanted
+    assert {made.part for made in plans} == {ContextPart(0, 2), ContextPart(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "reason"),
+    [
+        (
+            2,
+            {"block_tokens": 16},
+            "pages of 8 tokens, and GPU kernels read 16 tokens or more: set block_tokens",
+        ),
+        (1, {"block_tokens": 32}, "2 ranks need 2 GPUs, and torch sees 1: .* rank_backend gloo"),
+        (1, {"block_tokens": 32, "rank_backend": "gloo"}, None),
+        (2, {"block_tokens": 32, "speculate": "mtp,tree=8"}, "no mask for draft trees"),
+        (2, {"block_tokens": 32}, None),
+    ],
+    ids=str,
+)
+def test_ranks_on_gpus_that_cannot_run_are_refused_before_they_start(
+    gpus: int, settings: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config, device = EngineConfig(context_parallel=2, **settings), torch.device("cuda:0")
+    if reason is None:
+        group._check_gpus(config, device, gpus)
+        devices = {str(group.rank_device(device, rank, gpus == 1)) for rank in range(2)}
+        assert devices == {f"cuda:{index}" for index in range(gpus)}
+    else:
+        with pytest.raises(ValueError, match=reason):
+            RankGroup("nowhere", config, "bfloat16", device)
+
+
+def test_an_unknown_way_to_exchange_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank_backend 'mpi' is not one of auto, gloo"):
+        EngineConfig(context_parallel=2, rank_backend="mpi")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, 3, 32])
@@ -308,11 +436,17 @@ def test_models_without_divisible_attention_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_stops_the_group_with_an_error(tmp_path: Path) -> None:
-    """Ranks are processes. They generate, then one is killed."""
-    made("llama").save_pretrained(tmp_path)
+    """Ranks are processes. They generate with static scales, which every process reads from a file. Then one is
+    killed."""
+    made("llama").save_pretrained(tmp_path / "model")
     prompts = prompts_of(3, (40, 20, 7))
-    wanted = expected(made("llama"), prompts)
-    llm = LLM(str(tmp_path), context_parallel=2, device="cpu", dtype="float32", pool_bytes=POOL)
+    settings: dict[str, Any] = {
+        "pool_bytes": POOL,
+        "kv_dtype": "int8",
+        "kv_scales": Path(calibrated(made("llama"), tmp_path, prompts)),
+    }
+    wanted = generate(make_engine(made("llama"), **settings), prompts)
+    llm = LLM(str(tmp_path / "model"), context_parallel=2, device="cpu", dtype="float32", **settings)
     try:
         found = llm.generate(prompts, GREEDY)
         assert [[*p, *r.outputs[0].token_ids] for p, r in zip(prompts, found, strict=True)] == wanted

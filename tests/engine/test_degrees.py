@@ -19,20 +19,12 @@ from kvloom.models.specs import load_config, model_spec
 from kvloom.tiers import Objects, PageFields
 from tests.engine.test_hand_over import address_of, finished, step_until
 from tests.engine.test_offload import PATIENT, drawn, greedy, offload_of, served
-from tests.engine.test_rank_tiers import stored
+from tests.engine.test_rank_tiers import closed, engine_of, stored
 from tests.engine.test_tensor_parallel import POOL, made
-from tests.engine.thread_ranks import parallel_engine
-from tests.engines import make_engine
 from tests.models.zoo import expected
 
 Bytes = npt.NDArray[np.uint8]
 CPU = torch.device("cpu")
-
-
-def engine_of(family: str, count: int, **settings: Any) -> Engine:
-    if count == 1:
-        return make_engine(made(family), POOL, offload=PATIENT, **settings)
-    return parallel_engine(made(family), count, pool_bytes=POOL, offload=PATIENT, **settings)
 
 
 def state(heads: int, groups: int, channels: tuple[int, ...]) -> LayerSpec:
@@ -208,8 +200,8 @@ def test_pages_of_several_ranks_are_the_pages_of_one_rank(family: str) -> None:
     """Keys are equal, and values differ only by rounding: every head and channel is in its place."""
     (prompt,) = drawn(("pages", family), 70)
     found = []
-    for count in (1, 2, 4):
-        engine = engine_of(family, count, tiers=["host:16MiB?write=through"])
+    for name in ("one", "weights 2", "weights 4"):
+        engine = engine_of(family, name, tiers=["host:16MiB?write=through"])
         (request,) = served(engine, [prompt])
         stored(engine)
         found.append(host_pages(engine, request))
@@ -222,58 +214,26 @@ def test_pages_of_several_ranks_are_the_pages_of_one_rank(family: str) -> None:
                 np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("family", "given", "settings"),
-    [
-        ("llama", [2, 1, 4], {}),
-        ("llama", [1, 4, 2], {"kv_dtype": "int8"}),
-        ("llama", [4, 1], {"block_tokens": 32}),
-        ("gemma3_text", [2, 1, 2], {"block_tokens": 64}),
-        ("bamba", [4, 2, 1], {}),
-        ("qwen3_next", [1, 2], {}),
-        ("deepseek_v3", [2, 1], {}),
-        ("kimi_linear", [2, 1], {}),
-    ],
-    ids=str,
-)
-def test_engines_with_any_number_of_ranks_share_a_disk(
-    family: str, given: list[int], settings: dict[str, Any], tmp_path: Path
-) -> None:
-    prompts = drawn(("disk", family), 70, 50)
-    alone = engine_of(family, 1, **settings)
-    wanted = [request.tokens for request in served(alone, prompts)]
-    alone.close()
-    block = settings.get("block_tokens", 16)
-    for round_, count in enumerate(given):
-        engine = engine_of(family, count, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], **settings)
-        requests = served(engine, prompts)
-        assert [request.tokens for request in requests] == wanted
-        for request in requests:
-            found = (len(request.prompt) - 1) // block * block
-            assert (request.cached_tokens or 0) >= found if round_ else not request.cached_tokens
-        stored(engine)
-        engine.close()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "blocks", "prefill", "decode"),
     [
-        ("llama", (16, 16), 4, 2),
-        ("llama", (64, 16), 2, 1),
-        ("llama", (16, 16), 1, 2),
-        ("gemma3_text", (16, 32), 2, 4),
-        ("bamba", (16, 16), 4, 2),
-        ("bamba", (16, 16), 1, 2),
-        ("deepseek_v3", (32, 16), 2, 1),
-        ("qwen3_next", (16, 16), 2, 1),
-        ("kimi_linear", (16, 16), 1, 2),
+        ("llama", (16, 16), "weights 4", "weights 2"),
+        ("llama", (64, 16), "weights 2", "one"),
+        ("llama", (16, 16), "context 2", "context 2"),
+        ("llama", (16, 16), "both", "context 4"),
+        ("gemma3_text", (16, 32), "weights 2", "weights 4"),
+        ("bamba", (16, 16), "context 2", "one"),
+        ("bamba", (16, 16), "weights 4", "weights 2"),
+        ("bamba", (16, 16), "one", "weights 2"),
+        ("deepseek_v3", (32, 16), "weights 2", "one"),
+        ("qwen3_next", (16, 16), "weights 2", "one"),
+        ("kimi_linear", (16, 16), "one", "weights 2"),
     ],
     ids=str,
 )
 def test_a_worker_hands_over_pages_to_a_worker_with_another_number_of_ranks(
-    family: str, blocks: tuple[int, int], prefill: int, decode: int
+    family: str, blocks: tuple[int, int], prefill: str, decode: str
 ) -> None:
     (prompt,) = drawn(("hand-over", family), 118)
     wanted = expected(made(family), [prompt], 8)
@@ -295,9 +255,8 @@ def test_a_worker_hands_over_pages_to_a_worker_with_another_number_of_ranks(
     assert offload_of(second).stats.hand_overs == 1
     assert offload_of(second).stats.cut_hand_overs == 0
     assert (got.cached_tokens or 0) >= (len(prompt) - 1) // max(blocks) * max(blocks)
-    for engine in (second, first):
-        stored(engine)
-        engine.close()
+    closed(second)
+    closed(first)
 
 
 @pytest.mark.slow

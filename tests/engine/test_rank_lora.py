@@ -1,4 +1,5 @@
-"""LoRA adapters on several ranks: greedy tokens equal those of a plain model with the adapter merged into its weights."""
+"""LoRA adapters on several ranks: greedy tokens equal those of a plain model with the adapter merged into its weights. The
+ranks divide the weights, the context, or both."""
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ import torch
 from kvloom.engine import LLM, Engine, SamplingParams
 from kvloom.engine.parallel.rank_adapters import adapter_messages
 from kvloom.models.lora import AdapterError, read_adapter
+from kvloom.models.paged import divided_step
 from tests.engine.test_lora import TARGETS, Adapters, drawn, params
 from tests.engine.test_offload import PATIENT
-from tests.engine.thread_ranks import ThreadRanks, parallel_engine
+from tests.engine.thread_ranks import ThreadRanks, grid_engine, parallel_engine
 from tests.engines import make_engine
 from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.models.zoo import tiny
 
 POOL = 1 << 22
-FAMILIES = ("llama", "bamba", "qwen3_next", "deepseek_v3", "mamba", "phi3", "gpt_oss")
+WEIGHTS, CONTEXT, BOTH = (2, 1), (1, 2), (2, 2)
+"""The number of parts of the weights and of the context."""
 
 
-def ranks(adapters: Adapters, count: int = 2, **settings: Any) -> Engine:
+def ranks(adapters: Adapters, parts: tuple[int, int], **settings: Any) -> Engine:
     settings.setdefault("lora", adapters.paths)
-    return parallel_engine(copy.deepcopy(adapters.plain), count, pool_bytes=POOL, **settings)
+    return grid_engine(copy.deepcopy(adapters.plain), *parts, pool_bytes=POOL, **settings)
 
 
 def closed(engine: Engine) -> None:
@@ -36,11 +39,34 @@ def closed(engine: Engine) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(1)
-def test_two_ranks_compute_a_batch_of_base_and_three_adapters(family: str, tmp_path: Path) -> None:
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("family", "parts", "least"),
+    [
+        ("phi3", WEIGHTS, 1),
+        ("mamba", WEIGHTS, 1),
+        ("llama", WEIGHTS, 1),
+        ("llama", (4, 1), 1),
+        ("llama", CONTEXT, 10**6),
+        ("gemma3_text", CONTEXT, 1),
+        ("bamba", CONTEXT, 10**6),
+        ("bamba", CONTEXT, 1),
+        ("bamba", (4, 1), 1),
+        ("bamba", BOTH, 1),
+        ("qwen3_next", BOTH, 1),
+        ("llama", BOTH, 1),
+        ("deepseek_v3", BOTH, 1),
+        ("gpt_oss", BOTH, 1),
+    ],
+    ids=str,
+)
+def test_ranks_compute_a_batch_of_base_and_three_adapters(
+    family: str, parts: tuple[int, int], least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In divided steps, the tokens of a rank may have several adapters, or none. Four ranks share KV heads."""
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", least)
     adapters = Adapters(tmp_path, family)
-    engine = ranks(adapters, token_budget=32)
+    engine = ranks(adapters, parts, token_budget=32)
     prompts = drawn(family, 20, 40, 33, 50)
     names = [None, *adapters.paths]
     requests = [engine.add(p, params(), lora=name) for p, name in zip(prompts, names, strict=True)]
@@ -50,26 +76,15 @@ def test_two_ranks_compute_a_batch_of_base_and_three_adapters(family: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_four_ranks_share_kv_heads_of_adapters(family: str, tmp_path: Path) -> None:
-    adapters = Adapters(tmp_path, family)
-    engine = ranks(adapters, 4)
-    prompts = drawn(family, 20, 40)
-    requests = [engine.add(prompt, params(), lora="a1") for prompt in prompts]
-    engine.run()
-    adapters.check(requests)
-    closed(engine)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize(("family", "parts"), [("llama", WEIGHTS), ("bamba", CONTEXT)])
 def test_more_adapters_than_slots_take_turns_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, parts: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each adapter is sent in several messages. An adapter that loses its slot is sent again."""
     monkeypatch.setattr("kvloom.engine.parallel.rank_adapters.MESSAGE_BYTES", 2048)
-    adapters = Adapters(tmp_path, "llama")
+    adapters = Adapters(tmp_path, family)
     assert len(list(adapter_messages(1, read_adapter(adapters.paths["a0"])))) > 3
-    engine = ranks(adapters, max_loras=1, ahead=True)
+    engine = ranks(adapters, parts, max_loras=1, ahead=True)
     requests = []
     for round_ in range(2):
         for name in (*adapters.paths, None):
@@ -81,35 +96,43 @@ def test_more_adapters_than_slots_take_turns_on_all_ranks(
 
 @pytest.mark.slow
 def test_adapter_pages_come_from_tiers_on_all_ranks(tmp_path: Path) -> None:
+    """Ranks that divide the context load what ranks that divide the weights stored, and the other way round."""
     adapters = Adapters(tmp_path / "adapters", "llama")
-    (prompt,) = drawn("tiers", 70)
+    prompts = drawn("tiers", 70, 50)
     tiers = [f"disk:{tmp_path / 'tier'}:64MiB"]
-    for round_ in range(2):
-        engine = ranks(adapters, tiers=tiers, offload=PATIENT)
-        requests = [engine.add(prompt, params(), lora=name) for name in ("a0", None)]
+    for asked, parts, cached in (
+        (prompts[:1], WEIGHTS, [0, 0]),
+        (prompts, CONTEXT, [64, 64, 0, 0]),
+        (prompts[1:], WEIGHTS, [48, 48]),
+    ):
+        engine = ranks(adapters, parts, tiers=tiers, offload=PATIENT)
+        requests = [engine.add(prompt, params(), lora=name) for prompt in asked for name in ("a0", None)]
         engine.run()
         adapters.check(requests)
-        assert [request.cached_tokens for request in requests] == ([64, 64] if round_ else [0, 0])
+        assert [request.cached_tokens for request in requests] == cached
         closed(engine)
 
 
 @pytest.mark.slow
-def test_an_activated_adapter_applies_from_its_tokens_on_on_all_ranks(tmp_path: Path) -> None:
+def test_an_activated_adapter_applies_from_its_tokens_on_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks before the invocation tokens have the values of the base model."""
+    monkeypatch.setattr(divided_step, "MIN_TOKENS", 8)
     model = tiny("llama")
     path = write_adapter(tmp_path / "a", model, TARGETS["llama"], alora_invocation_tokens=[7, 8])
     prompt = [*drawn("activated", 37)[0], 7, 8, 9]
     found = []
-    for count in (1, 2):
-        if count == 1:
+    for parts in ((1, 1), WEIGHTS, CONTEXT):
+        if parts == (1, 1):
             engine = make_engine(copy.deepcopy(model), POOL, lora={"a": str(path)})
         else:
-            engine = parallel_engine(copy.deepcopy(model), 2, pool_bytes=POOL, lora={"a": str(path)})
+            engine = grid_engine(copy.deepcopy(model), *parts, pool_bytes=POOL, lora={"a": str(path)})
         request = engine.add(prompt, params(), lora="a")
         engine.run()
         found.append(request.output)
         engine.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert found[0] != greedy(model, prompt, len(found[0]))
     assert found[0] != greedy(merged(model, path), prompt, len(found[0]))
 
@@ -125,15 +148,16 @@ def test_an_adapter_of_another_model_is_refused_with_whole_sizes(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_processes_load_an_adapter_while_they_serve(tmp_path: Path) -> None:
+def test_processes_that_divide_weights_and_context_load_an_adapter_while_they_serve(tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path / "model")
     path = write_adapter(tmp_path / "a", model, TARGETS["llama"], rank=8)
-    prompts = drawn("processes", 20, 40)
+    prompts = drawn("processes", 70, 40)
     sampling = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     llm = LLM(
         str(tmp_path / "model"),
         tensor_parallel=2,
+        context_parallel=2,
         device="cpu",
         dtype="float32",
         pool_bytes=POOL,

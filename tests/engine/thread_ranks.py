@@ -70,7 +70,7 @@ class ThreadRanks:
         """The part of a rank. Waits for all ranks."""
         parts = self._config.tensor_parallel, self._config.context_parallel
         ranks = RankGroups.connect(rank, *parts, Path(self.folder.name) / "meeting", CPU)
-        ranks.limit(20)
+        ranks.limit(self._config.rank_seconds)
         if ranks.weights is None:
             model = copy.deepcopy(self._model)
         else:
@@ -90,7 +90,8 @@ class ThreadRanks:
             head = load_head(config.head, model) if config.head else None
             memory, adapters = allocate_kv_memory(model, config, head, slots), RankAdapters(slots)
             runner = self.runners[rank] = target_runner(model, memory, config, slots)
-            reader, mover = StepReader(memory.cache), TokenMover(memory.cache, memory.buffer)
+            reader = StepReader(memory.cache)
+            mover = TokenMover(memory.cache, memory.buffer, groups.context)
             self.pools[rank] = memory.buffer
             host = RankHost(
                 memory.layout,

@@ -84,7 +84,7 @@ class Batch:
         spans = None if mask.spans is None else mask.spans.cpu()
         return attend(
             self.q.double().cpu(), k, v, self.tables.cpu(), self.starts.cpu(), self.lengths_.cpu(),
-            Mask(mask.span, mask.softcap, sinks, trees, spans), scale, up(self.k_scale), up(self.v_scale),
+            Mask(mask.span, mask.softcap, sinks, trees, spans, mask.part), scale, up(self.k_scale), up(self.v_scale),
         )  # fmt: skip
 
 

@@ -466,8 +466,9 @@ def test_hits_forks_and_copies_read_the_right_bytes() -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("is_tree", [False, True])
 def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(
-    count: int, softcap: float | None
+    is_tree: bool, count: int, softcap: float | None
 ) -> None:
     """A rank may have no token that a query sees. Sinks count once."""
     torch.manual_seed(count)
@@ -475,11 +476,12 @@ def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(
     batch = Batch.build([1, 40, 100, 65, 33], queries, SPANS[0])
     q, sinks, size = torch.randn(sum(queries), HEADS, DIM), torch.randn(HEADS), BLOCK // count
     where = batch.tables, batch.starts, batch.lengths
-    wanted, _ = attend(q, batch.k, batch.v, *where, Mask(SPANS[0], softcap, sinks))
+    trees = random_trees(queries) if is_tree else None
+    wanted, _ = attend(q, batch.k, batch.v, *where, Mask(SPANS[0], softcap, sinks, trees))
     outs, lses = [], []
     for rank in range(count):
         own = slice(rank * size, (rank + 1) * size)
-        mask = Mask(SPANS[0], softcap, None if rank else sinks, part=ContextPart(rank, count))
+        mask = Mask(SPANS[0], softcap, None if rank else sinks, trees, part=ContextPart(rank, count))
         out, lse = attend(q, batch.k[:, own], batch.v[:, own], *where, mask)
         outs.append(out)
         lses.append(lse)
@@ -488,10 +490,10 @@ def test_results_of_ranks_with_parts_of_the_tokens_merge_to_the_whole(
     assert not torch.stack(lses).isneginf().all(0).any()
 
 
-def test_parts_refuse_draft_trees() -> None:
+def test_parts_refuse_images() -> None:
     batch = Batch.build([5], [2], SPANS[0])
-    mask = Mask(trees=torch.ones(2, 4, dtype=torch.uint8), part=ContextPart(0, 2))
-    with pytest.raises(ValueError, match="neither draft trees nor images"):
+    mask = Mask(spans=torch.zeros(2, dtype=torch.int32), part=ContextPart(0, 2))
+    with pytest.raises(ValueError, match="do not support images"):
         attend(torch.randn(2, HEADS, DIM), batch.k, batch.v, batch.tables, batch.starts, batch.lengths, mask)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility
+from kvloom.core import WHOLE, ContextPart, Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility
 from kvloom.models.paged import Batch, BatchBuilder, Work
 
-BLOCK = 16
+BLOCK, FULL_GROUP = 16, 0
 
 
-def make_cache() -> KVCache:
+def make_cache(part: ContextPart = WHOLE) -> KVCache:
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
     layers = {
         f"layers.{i}.attn": LayerSpec(
@@ -22,7 +22,8 @@ def make_cache() -> KVCache:
         )
         for i in range(4)
     }
-    return KVCache(PoolLayout.build(layers, BLOCK), slabs=60, max_sequences=6, max_tokens=256)
+    layout = PoolLayout.build(layers, BLOCK, part=part)
+    return KVCache(layout, slabs=60 * part.count, max_sequences=6, max_tokens=256)
 
 
 def equal(a: Batch, b: Batch) -> None:
@@ -40,9 +41,11 @@ def equal(a: Batch, b: Batch) -> None:
     assert (a.bounds, a.sizes, a.fresh) == (b.bounds, b.sizes, b.fresh)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_tables_of_the_device_follow_those_of_the_cache(seed: int) -> None:
-    rng, cache = random.Random(seed), make_cache()
+@pytest.mark.parametrize(
+    ("seed", "part"), [*((seed, WHOLE) for seed in range(6)), (6, ContextPart(0, 2)), (7, ContextPart(1, 2))]
+)
+def test_tables_of_the_device_follow_those_of_the_cache(seed: int, part: ContextPart) -> None:
+    rng, cache = random.Random(seed), make_cache(part)
     copied, plain = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), BatchBuilder(cache, "cpu", 200, 6)
     open_: list[Sequence] = []
     for _ in range(120):
@@ -66,7 +69,10 @@ def test_tables_of_the_device_follow_those_of_the_cache(seed: int) -> None:
                 works.append(Work(sequence, np.array([rng.choice((3, 4)) for _ in range(count)])))
         cache.take_copies()
         if works:
-            equal(plain.lay_out(works), copied.lay_out(works))
+            batch = plain.lay_out(works)
+            equal(batch, copied.lay_out(works))
+            stored = part.places(batch.positions.numpy(), BLOCK)
+            np.testing.assert_array_equal(batch.slots[FULL_GROUP][0] < 0, stored < 0)
         for work in works:
             work.sequence.commit(work.tokens.astype(np.int32))
 

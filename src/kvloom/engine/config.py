@@ -32,6 +32,8 @@ TREE = "tree="
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode", "encode"]
 """Role of a worker in a cluster."""
+RankBackend = Literal["auto", "gloo"]
+"""How ranks exchange tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class EngineConfig:
     """Number of ranks that divide the context of every sequence. Each rank has a process and the whole weights. In
     full-attention layers it stores `block_tokens / context_parallel` tokens of every block. Sizes such as `pool_bytes`
     hold for each rank. With `tensor_parallel`, there are `tensor_parallel * context_parallel` ranks."""
+    rank_backend: RankBackend = "auto"
+    """How ranks exchange tensors. "auto" is nccl on GPUs and gloo on CPUs. With "gloo" on GPUs, tensors pass through host
+    memory. This takes more time, but several ranks may use one GPU."""
     rank_seconds: float = 60.0
     """With `tensor_parallel` or `context_parallel`: longest time to wait for another rank in a step, in seconds.
     Afterwards the group stops with an error."""
@@ -251,6 +256,10 @@ class EngineConfig:
                 f"context_parallel {self.context_parallel} does not divide block_tokens {tokens}: give a power of two, "
                 f"up to {tokens}"
             )
+        if self.rank_backend not in get_args(RankBackend):
+            raise ValueError(
+                f"rank_backend {self.rank_backend!r} is not one of {', '.join(get_args(RankBackend))}"
+            )
         if self.rank_seconds <= 0:
             raise ValueError(f"rank_seconds {self.rank_seconds} must be positive")
         self._check_parallel()
@@ -303,8 +312,6 @@ class EngineConfig:
         count = self.context_parallel
         if count == 1:
             return
-        if self.tree_nodes:
-            raise ValueError(refused("context parallel, tree", count=count))
         if self.max_pool_bytes is not None:
             raise ValueError(refused("context parallel, elastic pool", count=count))
         if self.batch_invariant:

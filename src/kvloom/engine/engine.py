@@ -37,6 +37,7 @@ from kvloom.models.paged import (
     separation_reason,
     without_sinks,
 )
+from kvloom.models.sharding import ranks_of
 from kvloom.models.vision import EncoderDecoder, Vision
 
 from .adapter_table import LoadedAdapter, open_adapters
@@ -183,7 +184,8 @@ class Engine:
             self.speculation = Speculation(
                 self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
             )
-        self._token_mover = TokenMover(self.cache, self.buffer)
+        ranks = ranks_of(model)
+        self._token_mover = TokenMover(self.cache, self.buffer, None if ranks is None else ranks.context)
         self.output_processor = OutputProcessor(self.scheduler, self.eos, self._move_tokens)
         """Applies the tokens of a finished step to its requests."""
         self._inflight: InflightStep | None = None

@@ -60,7 +60,11 @@ TENSOR_PARALLEL = (
 )
 CONTEXT_PARALLEL = (
     "divide the context of every sequence between N processes, each with the whole weights and, in full-attention layers, "
-    "1/N of the tokens of every block; --pool is the size on each rank; CPUs only (default: 1; docs/context_parallel.md)"
+    "1/N of the tokens of every block; --pool is the size on each rank (default: 1; docs/context_parallel.md)"
+)
+RANK_BACKEND = (
+    "how ranks exchange tensors: auto (nccl on GPUs, gloo on CPUs), or gloo, which passes tensors of GPUs through host "
+    "memory and lets several ranks use one GPU (default: auto)"
 )
 RANK_SECONDS = "with --tensor-parallel or --context-parallel: seconds to wait for another rank in a step, after which the engine stops (default: 60)"
 LORA = "LoRA adapter, for requests with model=NAME; repeatable (docs/lora.md)"
@@ -86,6 +90,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--tensor-parallel", type=whole(1), default=1, metavar="N", help=TENSOR_PARALLEL)
     add("--context-parallel", type=whole(1), default=1, metavar="N", help=CONTEXT_PARALLEL)
+    add("--rank-backend", choices=("auto", "gloo"), default="auto", help=RANK_BACKEND)
     add("--rank-seconds", type=number(0, above=True), default=60.0, metavar="S", help=RANK_SECONDS)
     add(
         "--max-context",

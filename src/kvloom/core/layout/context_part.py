@@ -44,6 +44,13 @@ class ContextPart:
         places = positions % block_tokens - self.rank * size
         return np.where((places >= 0) & (places < size), places, -1)
 
+    def stored(self, ends: Ints, page_tokens: int) -> Ints:
+        """Return how many of the tokens before each position this rank stores. `page_tokens` is the number of tokens of
+        a page."""
+        block, place = np.divmod(ends, page_tokens * self.count)
+        inside: Ints = np.clip(place - self.rank * page_tokens, 0, page_tokens)
+        return block * page_tokens + inside
+
     def positions(self, tokens: Ints, page_tokens: int) -> Ints:
         """Return the positions of stored tokens. `tokens` are their indices among all tokens of the sequence that this
         rank stores. `page_tokens` is the number of tokens of a page."""

@@ -66,7 +66,7 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)
 
 
-def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
+def first_query(layout: PoolLayout, group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
     """Return the query for the next block's page in `group`. `group` is the result of `deciding_group`. If no tier has
     this page, tiers cannot extend the hit. Computes one hash.
 
@@ -76,7 +76,7 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
     """
     if match.resume < match.matched:
         return None
-    end = (match.matched // group.block_tokens + 1) * group.block_tokens
+    end = (match.matched // layout.block_tokens + 1) * layout.block_tokens
     hashes = [lookup.hash_at(match, end)] if end <= match.length else []
     return TierQuery(group.index, hashes, end <= match.public)
 

@@ -34,8 +34,10 @@ class Loading:
     def first_query(self, match: Match) -> TierQuery | None:
         """Return the query whose answer decides whether a load plan is useful. Returns None if no single query
         decides. Computes one hash."""
-        group, lookup = self._deciding_group, self._state.lookup
-        return None if group is None else first_query(group, lookup, lookup.refreshed(match))
+        state, group = self._state, self._deciding_group
+        if group is None:
+            return None
+        return first_query(state.layout, group, state.lookup, state.lookup.refreshed(match))
 
     def reserve(self, plan: LoadPlan) -> Reservation | None:
         """Allocate the missing pages of a plan, so that a load job can fill them. Evicts by policy. Returns None if

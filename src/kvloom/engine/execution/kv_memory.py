@@ -98,7 +98,7 @@ def allocate_kv_memory(
             config.memory_fraction,
             config.token_budget,
             config.max_running,
-            config.cuda_graphs,
+            config.cuda_graphs and part == WHOLE,  # ranks that divide the context have no graphs
             scales,
             longest,
             batch_invariant,

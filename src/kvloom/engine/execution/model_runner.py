@@ -166,7 +166,8 @@ class ModelRunner:
         """Graphs of steps with drafts. None if there is no speculation or the model does not support these graphs."""
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
-        if graphs and buffer.is_cuda and self.pages.is_replayable and not separate:
+        is_staged = self._ranks is not None and self._ranks.every.is_staged
+        if graphs and buffer.is_cuda and self.pages.is_replayable and not separate and not is_staged:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:

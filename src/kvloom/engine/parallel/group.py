@@ -58,12 +58,15 @@ __all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
+    "rank_backend",
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
     "kv_scales",
     *("lora", "max_loras", "max_lora_rank", "lora_targets"),
 )
 """Settings that every rank must know."""
+MIN_PAGE_TOKENS = 16
+"""Smallest number of tokens of a page that GPU kernels can read."""
 START_SECONDS = 1800.0
 """Longest time until a rank has loaded its weights, in seconds."""
 CLOSE_SECONDS = 5.0
@@ -77,9 +80,32 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank. If rank 0 uses GPU n (`device`), rank r uses GPU n + r."""
-    return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
+def rank_device(device: torch.device, rank: int, use_gloo: bool = False) -> torch.device:
+    """Return the device of a rank. If rank 0 uses GPU n (`device`), rank r uses GPU n + r. With gloo, ranks
+    share GPUs if there are too few: after the last GPU, ranks start again with GPU n."""
+    if device.type == "cpu":
+        return device
+    first = device.index or 0
+    if use_gloo:
+        rank %= max(1, torch.cuda.device_count() - first)
+    return torch.device(device.type, first + rank)
+
+
+def _check_gpus(config: EngineConfig, device: torch.device, gpus: int) -> None:
+    """Raise ValueError if the ranks of an engine cannot run on GPUs from `device` on. `gpus` is the number of all
+    GPUs."""
+    count, parts = config.rank_count, config.context_parallel
+    if parts > 1 and config.block_tokens // parts < MIN_PAGE_TOKENS:
+        raise ValueError(
+            refused("context parallel, small pages", count=parts, tokens=config.block_tokens // parts)
+        )
+    if parts > 1 and config.tree_nodes:
+        raise ValueError(refused("context parallel, tree", count=parts))
+    if config.rank_backend != "gloo" and (device.index or 0) + count > gpus:
+        raise ValueError(
+            f"{count} ranks need {count} GPUs, and torch sees {gpus}: use fewer ranks, or rank_backend gloo, with which "
+            "ranks share a GPU"
+        )
 
 
 def load_ranks(
@@ -141,15 +167,13 @@ class RankGroup:
         threads: int | None = None,
     ) -> None:
         """Start a process for each rank except rank 0. The processes load their weights at the same time
-        as rank 0. Raises ValueError if there are too few GPUs, and for context parallelism on GPUs."""
+        as rank 0. Raises ValueError if there are too few GPUs, or if GPU kernels cannot read the pages of a divided
+        context."""
         self.count = config.rank_count
-        if device.type == "cuda" and config.context_parallel > 1:
-            raise ValueError(refused("context parallel, GPUs", count=config.context_parallel))
-        if device.type == "cuda" and (device.index or 0) + self.count > torch.cuda.device_count():
-            raise ValueError(
-                f"tensor_parallel {self.count} needs {self.count} GPUs, and torch sees {torch.cuda.device_count()}"
-            )
+        if device.type == "cuda":
+            _check_gpus(config, device, torch.cuda.device_count())
         self._parts = config.tensor_parallel, config.context_parallel
+        self._use_gloo = config.rank_backend == "gloo"
         self._seconds, self._device = config.rank_seconds, rank_device(device, 0)
         self._folder = Path(tempfile.mkdtemp(prefix="kvloom-ranks-"))
         self._writer: StepWriter | None = None
@@ -181,7 +205,7 @@ class RankGroup:
                     str(self._folder / "meeting"),
                     model,
                     str(dtype).removeprefix("torch."),
-                    str(rank_device(device, rank)),
+                    str(rank_device(device, rank, self._use_gloo)),
                     load_format,
                     threads,
                     {name: _plain(getattr(config, name)) for name in SETTINGS},
@@ -200,7 +224,9 @@ class RankGroup:
         try:
             for number in range(len(self._sockets)):
                 self._receive(number, Started)
-            self.ranks = RankGroups.connect(0, *self._parts, self._folder / "meeting", self._device)
+            self.ranks = RankGroups.connect(
+                0, *self._parts, self._folder / "meeting", self._device, self._use_gloo
+            )
         except BaseException:
             self.close()
             raise

@@ -99,7 +99,8 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
     config = with_step_sizes(engine_config(**start.settings), device.type == "cuda")
     _send(link, Started())
     parts = config.tensor_parallel, config.context_parallel
-    ranks = RankGroups.connect(start.rank, *parts, Path(start.meeting), device)
+    use_gloo = config.rank_backend == "gloo"
+    ranks = RankGroups.connect(start.rank, *parts, Path(start.meeting), device, use_gloo)
     load_format: Any = start.load_format
     model, _ = load(
         start.model, start.dtype, device, load_format, ranks=ranks, whole_output=bool(config.head)
@@ -120,7 +121,7 @@ def _serve(
     runner: ModelRunner,
     adapters: RankAdapters,
 ) -> None:
-    reader, mover = StepReader(kv.cache), TokenMover(kv.cache, kv.buffer)
+    reader, mover = StepReader(kv.cache), TokenMover(kv.cache, kv.buffer, ranks.context)
     host = RankHost(
         kv.layout,
         kv.buffer,

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvloom.core import Visibility
+from kvloom.core import WHOLE, ContextPart, Visibility
 
 from .cascade import SharedRuns
 from .mask import FULL, SPAN_NUMBERS, Mask
-from .shape import Shape, check_call, check_outputs
+from .shape import Shape, check_call, check_outputs, check_part
 from .triton_work_list import plan_rows, plan_segments, plan_sources, plan_visible_runs
 from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_kernel
 
@@ -33,7 +33,8 @@ class DecodePlan:
     rule of the layers.
 
     With `sharing`, pages that several sequences share are read only once. `make` reads the current shared runs from
-    `sharing`. `tile` and `shared_tile` override the chosen tile sizes.
+    `sharing`. `tile` and `shared_tile` override the chosen tile sizes. `part` is the part of each block that the pages
+    contain (context parallelism). It needs full attention, without `sharing`.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class DecodePlan:
         sharing: SharedRuns | None = None,
         tile: Tile | None = None,
         shared_tile: Tile | None = None,
+        part: ContextPart = WHOLE,
     ) -> None:
         shape.check()
+        check_part(part, span)
         if not 1 <= queries <= MAX_QUERIES:
             raise ValueError(f"a decode row has 1 to {MAX_QUERIES} queries, got {queries}; longer is prefill")
         if sequences < 1:
@@ -57,8 +60,12 @@ class DecodePlan:
                 f"sharing is for {sharing.sequences} sequences of {sharing.queries} queries, "
                 f"the plan for {sequences} of {queries}"
             )
+        if sharing is not None and part != WHOLE:
+            raise ValueError(
+                "shared runs count the tokens of whole blocks: omit sharing for a part of each block"
+            )
         self.shape, self.sequences, self.queries, self.span = shape, sequences, queries, span
-        self.device = torch.device(device)
+        self.device, self.part = torch.device(device), part
         self.sharing = sharing
         rows = queries * shape.group
         plain = tile or choose_tile(shape, rows, self.device)
@@ -108,7 +115,7 @@ class DecodePlan:
         plan_rows[(1,)](
             starts, lengths, sharing.begin if sharing is not None else lengths, *work.buffers, self.tokens, rows,
             SPAN=SPAN_NUMBERS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, ROOM=len(self.tokens), BEGIN=self._shares,
-            num_warps=8, **work.constants(self.shape),
+            RANK=self.part.rank, RANKS=self.part.count, num_warps=8, **work.constants(self.shape),
         )  # fmt: skip
         if sharing is not None and self._shares:
             if self.span.windowed:
@@ -166,7 +173,11 @@ class DecodePlan:
                 f"trees {tuple(mask.trees.shape)} for a plan of {self.queries} queries a row: a plan for drafts has "
                 "more than one query per row, and trees need as many columns"
             )
-        scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
+        if mask.trees is not None and self.part != WHOLE:
+            raise ValueError(
+                "draft trees need whole blocks, and the plan is for a part of each block: omit trees"
+            )
+        scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale, self.part)
         check_outputs(self.shape, q, out, lse)
         if lse is not None and lse.stride(1) != 1:
             raise ValueError(f"lse has stride {lse.stride(1)} in its last dimension; it must be 1")

@@ -34,8 +34,8 @@ class Mask:
     of query j, counted from the first query of the sequence. Every query sees itself. Branches of a tree have
     the same positions, but different slots. Windows count positions, not slots.
 
-    With a `part`, a query sees only tokens in these pages. The lengths of sequences still count all tokens. Only the
-    oracle supports parts, without trees and images.
+    With a `part`, a query sees only tokens in these pages. The lengths of sequences still count all tokens. The GPU
+    kernels support parts with full attention, without trees. No plan supports parts with images.
     """
 
     span: Visibility = FULL

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvloom.core import Visibility
+from kvloom.core import WHOLE, ContextPart, Visibility
 
 from .cascade import SharedRuns
 from .cpu_plan import CpuPlan, ReferencePlan
@@ -64,9 +64,11 @@ def decode_plan(
     span: Visibility = FULL,
     device: torch.device | str = "cuda",
     sharing: SharedRuns | None = None,
+    part: ContextPart = WHOLE,
 ) -> Plan:
     """Return a plan for up to `sequences` sequences with up to `queries` query tokens each. `span` is the
-    visibility rule of the layers.
+    visibility rule of the layers. `part` is the part of each block that the pages contain. Masks must have the same
+    part.
 
     On a GPU, the `starts` and `lengths` passed to `Plan.make` must be int32 tensors on the device. `sharing`
     has the page ranges that several sequences share. A GPU plan reads each range once. A CPU plan ignores
@@ -77,18 +79,23 @@ def decode_plan(
     _check_span(span)
     from .decode import DecodePlan
 
-    return DecodePlan(shape, sequences, queries, span, device, sharing)
+    return DecodePlan(shape, sequences, queries, span, device, sharing, part=part)
 
 
-def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
+def prefill_plan(
+    shape: Shape,
+    span: Visibility = FULL,
+    device: torch.device | str = "cuda",
+    part: ContextPart = WHOLE,
+) -> Plan:
     """Return a plan for sequences with any number of queries. The `starts` and `lengths` passed to `Plan.make` are
-    arrays on the host."""
+    arrays on the host. `part` is as in `decode_plan`."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
     _check_span(span)
     from .prefill import PrefillPlan
 
-    return PrefillPlan(shape, span, device)
+    return PrefillPlan(shape, span, device, part=part)
 
 
 def _check_span(span: Visibility) -> None:

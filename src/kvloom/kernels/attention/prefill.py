@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Visibility
+from kvloom.core import WHOLE, ContextPart, Visibility
 from kvloom.kernels.device import upload
 
 from . import prefill_launch as launch
@@ -50,7 +50,7 @@ from .prefill_libraries import (
     measure_fastest,
     size_class,
 )
-from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capacity
+from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, check_part, plan_capacity
 
 __all__ = ["PrefillPlan"]
 
@@ -95,9 +95,19 @@ class PrefillPlan:
         gathered_tile: BlockTile | None = None,
         libraries: Sequence[Library] | None = None,
         min_decode_rows: int | None = None,
+        part: ContextPart = WHOLE,
     ) -> None:
-        """`min_decode_rows` replaces `MIN_DECODE_ROWS`. With 0, the decode kernels are not used."""
+        """`min_decode_rows` replaces `MIN_DECODE_ROWS`. With 0, the decode kernels are not used. `part` is the part of
+        each block that the pages contain (context parallelism). It needs full attention, over pages."""
         shape.check()
+        check_part(part, span)
+        if part != WHOLE:
+            if backend not in (None, "pages") or libraries:
+                raise ValueError(
+                    f"{backend or 'a library'} reads whole blocks: use pages for a part of each block"
+                )
+            libraries = ()
+        self.part = part
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile
@@ -171,7 +181,7 @@ class PrefillPlan:
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
-        scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
+        scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale, self.part)
         check_outputs(self.shape, q, out, lse)
         call = PrefillCall(
             q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse
@@ -263,10 +273,10 @@ class PrefillPlan:
             raise ValueError(f"{q.shape[0]} queries, but the plan was made for {rows.starts[-1]}")
         if tables.shape[0] < len(rows.lengths):
             raise ValueError(f"{tables.shape[0]} table rows for {len(rows.lengths)} sequences")
-        longest = int(rows.lengths.max(initial=0))
-        if tables.shape[1] * self.shape.block_tokens < longest:
+        longest, block = int(rows.lengths.max(initial=0)), self.shape.block_tokens * self.part.count
+        if tables.shape[1] * block < longest:
             raise ValueError(
-                f"tables of {tables.shape[1]} blocks of {self.shape.block_tokens} tokens end before the "
+                f"tables of {tables.shape[1]} blocks of {block} tokens end before the "
                 f"longest sequence of {longest}"
             )
         if mask.spans is not None and self._ids is None:
@@ -296,7 +306,7 @@ class PrefillPlan:
             )
             backend = self.backend
             if backend is None:
-                plain = plain and call.q.is_cuda
+                plain = plain and call.q.is_cuda and self.part == WHOLE
                 whole = plain and not self._span.windowed
                 cudnn = whole and cudnn_supports(
                     shape.heads, shape.kv_heads, shape.k_dim, shape.v_dim, call.q.dtype, call.q.device
@@ -366,7 +376,9 @@ class PrefillPlan:
             if 0 < self._min_decode_rows <= count <= PLAN_CAPACITIES[-1]:
                 capacity = plan_capacity(count)
                 if capacity not in self._decode_plans:
-                    self._decode_plans[capacity] = DecodePlan(self.shape, capacity, 1, self.span, self.device)
+                    self._decode_plans[capacity] = DecodePlan(
+                        self.shape, capacity, 1, self.span, self.device, part=self.part
+                    )
                 self._decode = count, self._decode_plans[capacity]
                 at = -(-(count + 1) // 4) * 4  # aligned, as the compiled kernel expects
                 ends = np.zeros(at + count, np.int32)
@@ -395,8 +407,9 @@ class PrefillPlan:
                 tile = choose_tile(shape, int(heights[mine].max()), dtype)
             programs = _processors(self.device) * tile.programs_per_processor
             blocks, joins, slots = block_list(
-                rows, chosen[mine], shape.group, shape.kv_heads, self.span, tile, programs, self._reach
-            )
+                rows, chosen[mine], shape.group, shape.kv_heads, self.span, tile, programs, self._reach,
+                self.part, shape.block_tokens,
+            )  # fmt: skip
             partial_rows = slots * shape.kv_heads * tile.rows
             found.append(
                 _Blocks(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Visibility
+from kvloom.core import WHOLE, ContextPart, Visibility
 
 from .shape import Shape
 
@@ -213,13 +213,16 @@ def block_list(
     tile: BlockTile,
     programs: int,
     reach: Ints | None,
+    part: ContextPart = WHOLE,
+    page_tokens: int = 1,
 ) -> tuple[Lists, Lists, int]:
     """Return three values for the kernels over pages: the blocks of the `chosen` sequences, longest first; the list of
     merges of split blocks; and the number of slots for partial results. A block is a group of query rows.
 
     Long blocks are split until about `programs` programs can run at the same time. `heads` is the number of KV heads,
     and `group` the number of query heads per KV head. `reach` contains, for each query of an image, the last token of
-    the image.
+    the image. `part` is the part of each block that pages of `page_tokens` tokens contain. The blocks then count only
+    the tokens of this part.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -233,6 +236,8 @@ def block_list(
         bounds = np.stack((first + begin, first + end + 1), 1).ravel()
         hi = np.maximum(hi, np.maximum.reduceat(np.append(reach, -1), bounds)[::2] + 1)
     hi = np.clip(hi, 0, rows.lengths[row])
+    if part != WHOLE:
+        hi = part.stored(hi, page_tokens)
     lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
     units = -(-(hi - lo // 16 * 16) // tile.tokens)
     limit = max(MIN_PIECE_UNITS, int(-(-units.sum() * heads // programs)))

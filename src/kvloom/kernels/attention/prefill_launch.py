@@ -70,7 +70,8 @@ def attend_blocks(
         SPAN=SPAN_NUMBERS[span.kind], SIZE=span.size,
         IMAGES=ids is not None, SOFTCAP=mask.softcap is not None, SINK=mask.sinks is not None, SCALES=scales,
         LATENT=shape.latent, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,
-        HALF=shape.dtype == torch.float8_e4m3fn, STAGES=tile.stages, num_warps=tile.warps,
+        HALF=shape.dtype == torch.float8_e4m3fn, STAGES=tile.stages, RANK=mask.part.rank, RANKS=mask.part.count,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 

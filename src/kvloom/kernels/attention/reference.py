@@ -68,8 +68,8 @@ def attend(
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
-    if mask is not None and mask.part != WHOLE and not (mask.trees is None and mask.spans is None):
-        raise ValueError("pages with a part of the tokens support neither draft trees nor images")
+    if mask is not None and mask.part != WHOLE and mask.spans is not None:
+        raise ValueError("pages with a part of the tokens do not support images")
     rows = _Rows(np.array(bounds, dtype=np.int64), np.array(counted, dtype=np.int64))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layer = _Layer(q, k, v, tables, mask or Mask(), scale, k_scale, v_scale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvloom.core import WHOLE
+from kvloom.core import WHOLE, ContextPart, Visibility
 from kvloom.kernels.dtypes import FLOAT_DTYPES, PAGE_DTYPES, QUANTISED_DTYPES
 
 from .mask import Mask
@@ -23,6 +23,7 @@ __all__ = [
     "Shape",
     "check_call",
     "check_outputs",
+    "check_part",
     "plan_capacity",
     "split_dim",
 ]
@@ -110,8 +111,9 @@ def check_call(
     mask: Mask,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    part: ContextPart = WHOLE,
 ) -> int:
-    """Raise ValueError for an unsupported call. Return the kind of page scales: 0 for no scales, 1 for one scale per
+    """Raise ValueError for an unsupported call. `part` is the part of each block for which the plan was made. Return the kind of page scales: 0 for no scales, 1 for one scale per
     head, 2 for one scale per token and head."""
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
@@ -145,6 +147,8 @@ def check_call(
         raise ValueError(
             f"tables must be int32 [sequences, blocks] with dense rows, got {tables.dtype} {tuple(tables.shape)}"
         )
+    if mask.part != part:
+        raise ValueError(f"the plan is for {part}, the mask has {mask.part}: make a plan for the mask's part")
     _check_mask(shape, q, mask)
     scales = _check_scales(shape, k, v, k_scale, v_scale)
     given = {"k": k, "v": v, "tables": tables, "k_scale": k_scale, "v_scale": v_scale}
@@ -152,6 +156,12 @@ def check_call(
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, the queries are on {q.device}; they must agree")
     return scales
+
+
+def check_part(part: ContextPart, span: Visibility) -> None:
+    """Raise ValueError if the GPU kernels cannot read a part of each block under this visibility rule."""
+    if part != WHOLE and span.windowed:
+        raise ValueError(f"pages with a part of each block need full attention, not {span}: use whole blocks")
 
 
 def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
@@ -172,10 +182,6 @@ def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: 
 
 
 def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
-    if mask.part != WHOLE:
-        raise ValueError(
-            "the GPU kernels read whole blocks, and the mask has a part of each block: use a CPU"
-        )
     if mask.sinks is not None and (mask.sinks.shape != (shape.heads,) or not mask.sinks.is_contiguous()):
         raise ValueError(
             f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads, side by side"

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .mask import SPAN_NUMBERS
 
-__all__ = ["first_visible", "tree_position"]
+__all__ = ["first_visible", "stored_tokens", "tree_position"]
 
 SLIDING: tl.constexpr = tl.constexpr(SPAN_NUMBERS["sliding"])
 CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
@@ -25,6 +25,19 @@ def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
         return tl.maximum(position, 0) // SIZE * SIZE
     else:
         return position * 0
+
+
+@triton.jit
+def stored_tokens(end, PAGE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Return how many of the tokens before position `end` are in the pages of this rank. If RANKS is 1, these are all
+    tokens. Otherwise each block is divided into RANKS pages, and rank RANK has one of them. Equals
+    `core.ContextPart.stored`."""
+    if RANKS == 1:
+        return end
+    else:
+        end = tl.maximum(end, 0)
+        place = end % (PAGE * RANKS) - RANK * PAGE
+        return end // (PAGE * RANKS) * PAGE + tl.minimum(tl.maximum(place, 0), PAGE)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_mask import first_visible
+from .triton_mask import first_visible, stored_tokens
 from .triton_units import load_pages, load_rows, load_sizes, load_values, product
 from .triton_work_list import LOG2E, SMALLEST, with_sink
 
@@ -124,10 +124,11 @@ def attend_blocks(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, IMAGES: tl.constexpr,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
-    EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one block, or of one piece of a split block, for one KV head. Grid: (blocks * HEADS).
-    The result of a piece is written to its slot in PART and PART_LSE."""
+    The result of a piece is written to its slot in PART and PART_LSE. If the blocks of sequences are divided between
+    RANKS ranks, tokens are counted as in `stored_tokens`. Positions of queries still count all tokens."""
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH
     table = TABLES + tl.load(block).to(tl.int64) * table_row
@@ -144,7 +145,7 @@ def attend_blocks(
         row // GROUP, queries - 1
     )  # query rows past the end repeat the last token and are not stored
     token = (query + at).to(tl.int64)
-    last = own + at
+    last = stored_tokens(own + at + 1, PAGE, RANK, RANKS) - 1
     first = first_visible(last, SPAN, SIZE)
     q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
@@ -178,7 +179,7 @@ def attend_blocks(
             lo, first_visible(own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1), SPAN, SIZE)
         )
         clear_from = tl.minimum(left + tl.cdiv(all_from - left, BN) * BN, hi)
-    all_to = tl.minimum(own + row0 // GROUP + 1, hi)
+    all_to = tl.minimum(stored_tokens(own + row0 // GROUP + 1, PAGE, RANK, RANKS), hi)
     clear_to = tl.maximum(left + tl.maximum(all_to - left, 0) // BN * BN, clear_from)
     if SPAN > 0:
         for i in tl.range(left, clear_from, BN, num_stages=STAGES):

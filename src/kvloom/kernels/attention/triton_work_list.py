@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait as wait_for_launcher
 
-from .triton_mask import first_visible
+from .triton_mask import first_visible, stored_tokens
 
 __all__ = [
     "merge_levels",
@@ -48,7 +48,9 @@ FIRST: tl.constexpr = tl.constexpr(7)  # index of the first query token, in q or
 WIDTH: tl.constexpr = tl.constexpr(8)
 
 # Fields of a query token (int32).
-POSITION: tl.constexpr = tl.constexpr(0)
+POSITION: tl.constexpr = tl.constexpr(
+    0
+)  # index of the last token that it sees, among the tokens in its pages
 OWN: tl.constexpr = tl.constexpr(1)  # position of the first query of its sequence
 SEQUENCE: tl.constexpr = tl.constexpr(2)
 TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
@@ -120,10 +122,14 @@ def plan_rows(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
     shared segments cover the first tokens of a sequence. Its own segment then starts at token `begin[sequence]` or
-    later. Also writes the fields of each query token to `tokens`. One program runs this kernel, once per step."""
+    later. Also writes the fields of each query token to `tokens`. One program runs this kernel, once per step.
+
+    If blocks are divided between RANKS ranks, segments and positions count only the tokens of this rank (see
+    `stored_tokens`)."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -134,13 +140,13 @@ def plan_rows(
     if BEGIN:
         lo = tl.maximum(lo, tl.load(begin + at, mask=ok, other=0))
     _lay_out(
-        segments, places, firsts, totals, at, ok, at, lo, length, count, first,
+        segments, places, firsts, totals, at, ok, at, lo, stored_tokens(length, PAGE, RANK, RANKS), count, first,
         LANES, LEAST, TOLL, GROUP, PAGE, BM, BN, STEP,
     )  # fmt: skip
     for i in range(QUERIES):
         mine = ok & (i < count) & (first + i < ROOM)
         token = tokens + (first + i) * TOKEN_WIDTH
-        tl.store(token + POSITION, own + i, mask=mine)
+        tl.store(token + POSITION, stored_tokens(own + i + 1, PAGE, RANK, RANKS) - 1, mask=mine)
         tl.store(token + OWN, own, mask=mine)
         tl.store(token + SEQUENCE, at, mask=mine)
 

@@ -60,7 +60,7 @@ class FusedLatentAttention:
         if given or pages is None or hidden is None or angles is None or not named.keys() <= KNOWN_ARGUMENTS:
             return self._own(*given, **named)  # type: ignore[no-any-return]
         rotary = None if torch.compiler.is_compiling() else self._rotary(angles)
-        if len(hidden) != 1 or rotary is None:
+        if len(hidden) != 1 or rotary is None or pages.divided is not None:
             return self._own(**named)  # type: ignore[no-any-return]
         module, tokens = self._module, hidden.shape[1]
         joined = self._product(hidden[0])
@@ -99,6 +99,7 @@ class _RecordingPages:
 
     def __init__(self) -> None:
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.divided = None
         self.scale = 0.0
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 

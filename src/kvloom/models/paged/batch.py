@@ -637,7 +637,7 @@ class BatchBuilder:
             last=torch.from_numpy(numbers.starts[1:] - 1),
             tables={group.index: tables[group.columns] for group in tokens},
             slots={
-                group.index: self._own_slots(at[group.columns], numbers.positions, group.block_tokens)
+                group.index: self._own_slots(pages[group.columns], positions, group.block_tokens)
                 if group.parts > 1
                 else slots[group.columns]
                 for group in tokens
@@ -654,10 +654,12 @@ class BatchBuilder:
             adapters=None if numbers.adapters is None else AdapterRows.on_host(numbers.adapters),
         )
 
-    def _own_slots(self, pages: Ints, positions: Ints, page_tokens: int) -> torch.Tensor:
-        """Return the slots of a group whose blocks are divided between ranks."""
-        places = self.cache.layout.part.places(positions, self._block)
-        return torch.from_numpy(np.where(places < 0, -1, pages * page_tokens + places))
+    def _own_slots(self, pages: torch.Tensor, positions: torch.Tensor, page_tokens: int) -> torch.Tensor:
+        """Return the slots of a group whose blocks are divided between ranks. `pages` has the page of each token. A
+        token that another rank stores has slot -1."""
+        places = positions % self._block - self.cache.layout.part.rank * page_tokens
+        is_own = (places >= 0) & (places < page_tokens)
+        return torch.where(is_own, pages * page_tokens + places, -1)
 
     def _batch(
         self,
@@ -703,7 +705,12 @@ class BatchBuilder:
             lengths=lengths,
             last=starts[1:].long() - 1,
             tables={group.index: tables[group.columns] for group in layout.of("token")},
-            slots={group.index: slots[group.columns] for group in layout.of("token")},
+            slots={
+                group.index: self._own_slots(pages[group.columns], positions, group.block_tokens)
+                if group.parts > 1
+                else slots[group.columns]
+                for group in layout.of("token")
+            },
             pages={group.index: pages[group.columns] for group in layout.of("token")},
             places=places,
             states={group.index: states[group.columns] for group in layout.of("state")},

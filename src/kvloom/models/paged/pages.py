@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from kvloom.core import WHOLE, PoolLayout, Visibility
+from kvloom.core import WHOLE, ContextPart, PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
     KVPages,
@@ -147,9 +147,9 @@ class Pages(EmptyCache):
         self._batch: Batch | None = None
         self.steps: MixerSteps
         """The sequences of the current step, for mixers."""
-        self._plans: dict[tuple[Shape, Visibility, int, int, bool], Plan] = {}
+        self._plans: dict[tuple[Shape, Visibility, ContextPart, int, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
-        self._made: set[tuple[Shape, Visibility]] = set()
+        self._made: set[tuple[Shape, Visibility, ContextPart]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
         self._single_token_rows: dict[tuple[int, int], cpu.SingleTokenRows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
@@ -202,8 +202,11 @@ class Pages(EmptyCache):
 
     @property
     def is_replayable(self) -> bool:
-        """Whether steps can be captured in a CUDA graph. This requires GPU kernels that support every layer."""
-        return all(_shape(view.fields).is_supported for view, _ in self._views.values())
+        """Whether steps can be captured in a CUDA graph. This requires GPU kernels that support every layer, and whole
+        blocks: the ranks of a divided context exchange results in every layer."""
+        return self._ranks is None and all(
+            _shape(view.fields).is_supported for view, _ in self._views.values()
+        )
 
     @property
     def batch(self) -> Batch:
@@ -434,7 +437,7 @@ class Pages(EmptyCache):
         if self._expanded is None:
             batch = self.batch
             plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
-            plain = plain and self._splitter is None and batch.cold is None
+            plain = plain and self._splitter is None and batch.cold is None and self._ranks is None
             plain = plain and batch.spans is None and batch.trees is None
             self._expanded = (
                 ExpandedPlan.of_step(batch.bounds, batch.sizes, self.expanded_tokens, self.device)
@@ -486,7 +489,7 @@ class Pages(EmptyCache):
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries in the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
-        plan = self._plan(shape, span, some)
+        plan = self._plan(shape, span, self.layout.part if self._is_divided(view) else WHOLE, some)
         if self._is_divided(view):
             return self._read_divided(
                 plan, query, KVPages(k, v, k_scale, v_scale), tables, scale, softcap, sinks
@@ -526,7 +529,7 @@ class Pages(EmptyCache):
         divided, `query` has all tokens of the step, and the result only own tokens."""
         part, ranks = self.layout.part, self._ranks
         assert ranks is not None
-        mask = Mask(plan.span, softcap, None if part.rank else sinks, part=part)
+        mask = Mask(plan.span, softcap, None if part.rank else sinks, self.batch.trees, part=part)
         out, lse = plan.attend(query, pages.k, pages.v, tables, mask, scale, pages.k_scale, pages.v_scale)
         assert lse is not None
         found = torch.cat((out.to(lse.dtype), lse[..., None]), -1)
@@ -588,9 +591,9 @@ class Pages(EmptyCache):
             self._shared_runs[key] = SharedRuns(key[0], device=self.device)
         return self._shared_runs[key]
 
-    def _plan(self, shape: Shape, span: Visibility, some: Absorbed | None = None) -> Plan:
-        """Return the attention plan of the step for layers with this shape and visibility (`span`). With `some`, the
-        plan covers only these sequences."""
+    def _plan(self, shape: Shape, span: Visibility, part: ContextPart, some: Absorbed | None = None) -> Plan:
+        """Return the attention plan of the step for layers with this shape and visibility (`span`). `part` is the part
+        of each block that the layers' pages contain. With `some`, the plan covers only these sequences."""
         batch = self.batch
         # For a replayed step, only the device has the lengths. On a GPU, only decode plans support trees.
         decodes = batch.replayed or (
@@ -598,11 +601,11 @@ class Pages(EmptyCache):
         )
         rows = plan_capacity(len(batch.sizes)) if decodes else 0
         longest = batch.longest if batch.replayed or batch.trees is None else batch.trees.shape[1]
-        key = shape, span, rows, longest, batch.shares and is_worth_sharing(span)
+        key = shape, span, part, rows, longest, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
-        if key[:2] not in self._made:
+        if key[:3] not in self._made:
             if rows:
                 plan.make(batch.starts, batch.lengths)
             else:
@@ -612,10 +615,12 @@ class Pages(EmptyCache):
                     plan.make(batch.bounds, sizes)
                 else:
                     plan.make(some.bounds, some.lengths)
-            self._made.add(key[:2])
+            self._made.add(key[:3])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Visibility, rows: int, queries: int, shared: bool) -> Plan:
+    def _new_plan(
+        self, shape: Shape, span: Visibility, part: ContextPart, rows: int, queries: int, shared: bool
+    ) -> Plan:
         if self._piece:
             from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 
@@ -625,10 +630,10 @@ class Pages(EmptyCache):
             return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)
         if rows:
             sharing = self._shared_runs_for(rows, span.windowed) if shared else None
-            return decode_plan(shape, rows, queries, span, self.device, sharing)
+            return decode_plan(shape, rows, queries, span, self.device, sharing, part)
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
-        return prefill_plan(shape, span, self.device)
+        return prefill_plan(shape, span, self.device, part)
 
 
 def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:

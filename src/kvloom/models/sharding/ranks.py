@@ -4,7 +4,8 @@
     | rank 2 | rank 3 |     a column: ranks that divide the context, and have the same part of the weights
 
 A group is not torch's default process group, so a process may have several groups, one after the other or
-at the same time. On CPUs the ranks use gloo on the loopback interface, on GPUs nccl.
+at the same time. On CPUs the ranks use gloo on the loopback interface. On GPUs they use nccl or gloo. With
+gloo, tensors of GPUs pass through host memory, and several ranks may use one GPU.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ class Ranks:
     """Sums and gathers between the ranks of a group. Every rank must make the same calls in the same order. A call
     raises RankError if another rank has stopped, or does not make the call within the time limit."""
 
-    def __init__(self, shard: Shard, meeting: Path, device: torch.device) -> None:
+    def __init__(self, shard: Shard, meeting: Path, device: torch.device, use_gloo: bool = False) -> None:
         """Connect to the other ranks, and wait until every rank has connected. The ranks find each other through the
-        file `meeting`. `meeting` must be a new file, and every rank must pass the same path."""
+        file `meeting`. `meeting` must be a new file, and every rank must pass the same path. With `use_gloo`, ranks on
+        GPUs use gloo instead of nccl."""
         self.shard, self.device = shard, device
+        self.is_staged = device.type == "cuda" and use_gloo
+        """Whether tensors pass through host memory. CUDA graphs cannot contain such calls."""
         library: Any = dist  # untyped, because torch has no types for some of these names
         store = library.FileStore(str(meeting), shard.count)
         limit = timedelta(seconds=START_SECONDS)
         self._group: Any
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.is_staged:
             options = library.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = library.ProcessGroupNCCL(store, shard.rank, shard.count, options)
@@ -75,25 +79,31 @@ class Ranks:
         """Add up the tensors `x` of all ranks, in place if `x` is contiguous. Return the sum. All ranks get the same
         bits."""
         x = x.contiguous()
-        self._wait(self._group.allreduce([x]))
-        return x
+        sent = self._staged(x)
+        self._wait(self._group.allreduce([sent]))
+        return x if sent is x else x.copy_(sent)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, in the order of ranks: [ranks, *shape]."""
-        out = x.new_empty((self.shard.count, *x.shape))
-        self._wait(self._group.allgather([list(out.unbind(0))], [x.contiguous()]))
-        return out
+        sent = self._staged(x.contiguous())
+        out = sent.new_empty((self.shard.count, *x.shape))
+        self._wait(self._group.allgather([list(out.unbind(0))], [sent]))
+        return out.to(x.device)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Send `x[i]` to rank i. Return the tensors that all ranks have sent to this rank, in the order of ranks:
         [ranks, …]."""
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._wait(self._group.alltoall_base(out, x.contiguous(), [], []))
-        return out
+        sent = self._staged(x.contiguous())
+        out = torch.empty_like(sent)
+        self._wait(self._group.alltoall_base(out, sent, [], []))
+        return out.to(x.device)
 
     def share(self, x: torch.Tensor) -> None:
         """Overwrite a tensor by that of rank 0."""
-        self._wait(self._group.broadcast([x]))
+        sent = self._staged(x)
+        self._wait(self._group.broadcast([sent]))
+        if sent is not x:
+            x.copy_(sent)
 
     def smallest(self, number: int) -> int:
         """Return the smallest of the numbers that the ranks give."""
@@ -103,6 +113,10 @@ class Ranks:
         """End a call that waits for another rank. The call may wait in another thread. The group cannot be used
         afterwards."""
         self._group.abort()
+
+    def _staged(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` where the collectives can read and write it: a copy in host memory, or `x` itself."""
+        return x.cpu() if self.is_staged else x
 
     def _wait(self, call: Any) -> None:
         try:
@@ -131,17 +145,24 @@ class RankGroups:
 
     @classmethod
     def connect(
-        cls, rank: int, weight_parts: int, context_parts: int, meeting: Path, device: torch.device
+        cls,
+        rank: int,
+        weight_parts: int,
+        context_parts: int,
+        meeting: Path,
+        device: torch.device,
+        use_gloo: bool = False,
     ) -> RankGroups:
         """Connect a rank to the others, and wait until every rank has connected. The weights have `weight_parts` parts,
-        and the context has `context_parts` parts. `meeting` is as in `Ranks`."""
-        every = Ranks(Shard(rank, weight_parts * context_parts), meeting, device)
+        and the context has `context_parts` parts. `meeting` and `use_gloo` are as in `Ranks`."""
+        every = Ranks(Shard(rank, weight_parts * context_parts), meeting, device, use_gloo)
         if context_parts == 1 or weight_parts == 1:
             return cls(every, every if context_parts == 1 else None, every if weight_parts == 1 else None)
         line, column = divmod(rank, weight_parts)
         files = (meeting.with_name(f"{meeting.name}-{name}") for name in (f"line-{line}", f"column-{column}"))
         shards = Shard(column, weight_parts), Shard(line, context_parts)
-        return cls(every, *(Ranks(shard, file, device) for shard, file in zip(shards, files, strict=True)))
+        found = (Ranks(shard, file, device, use_gloo) for shard, file in zip(shards, files, strict=True))
+        return cls(every, *found)
 
     @property
     def weight_shard(self) -> Shard:
