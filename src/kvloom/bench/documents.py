@@ -210,14 +210,14 @@ def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[d
 
 
 def _right_tokens(logits: torch.Tensor, case: Case) -> float:
-    """Return the share of the answer's tokens that are the most likely ones."""
+    """Return the share of the answer's tokens that the model predicts as the most likely tokens."""
     picked = logits[-len(case.answer) - 1 : -1].argmax(-1).tolist()
     return statistics.fmean(a == b for a, b in zip(picked, case.answer, strict=True))
 
 
 @torch.inference_mode()
 def answers_without_documents(model: Any, cases: Sequence[Case]) -> float:
-    """Return the share of tokens of repetitions that the model finds without the documents. It guesses them."""
+    """Return the share of right tokens if the prompts contain no documents, so that the model can only guess."""
     found = []
     for case in cases:
         first, last = case.spans[0][0], case.spans[-1][1]

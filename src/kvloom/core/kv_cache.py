@@ -229,10 +229,10 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match, is_counted: bool = True) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
-        cache has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so
-        call `extend` next. The counters of lookups and hits leave out a sequence that is not counted, because it serves
-        another request.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
+        has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so call
+        `extend` next. With `is_counted=False`, the counters of lookups and hits ignore the sequence. Use this for a
+        sequence that serves another request.
         """
         state = self.state
         match = state.lookup.refreshed(match)

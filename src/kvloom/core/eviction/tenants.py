@@ -145,8 +145,9 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count the release of pages that were in use. Of `idle` bytes in total, `freed` bytes are now free, and the
-        others are cached."""
+        """Count the release of pages that were in use. `idle` is the number of released bytes. `freed` of them are now
+        free, and the others are cached.
+        """
         self.in_use -= idle
         self.used -= freed
 

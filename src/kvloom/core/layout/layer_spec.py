@@ -95,7 +95,9 @@ class Field:
 
     @property
     def axis_parts(self) -> tuple[int, ...]:
-        """Sizes of the parts of the shard axis. An axis without `parts` is one part. () without a shard axis."""
+        """Sizes of the parts of the shard axis. An axis without `parts` is one part. Without a shard axis, the result
+        is ().
+        """
         if self.shard_axis is None:
             return ()
         return self.parts or (self.shape[self.shard_axis],)

@@ -245,7 +245,7 @@ def _is_divisible(spec: LayerSpec) -> bool:
 def _sizes(
     members: Mapping[LayerSpec, list[str]], tokens: Mapping[LayerSpec, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the bytes of a layer and the number of layers of each group."""
+    """Return (bytes of one layer, number of layers) for each group."""
     return tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
 
 
@@ -292,8 +292,9 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
 def _choose_like(
     whole: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...], granularity: int
 ) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Like `_choose`, with the runs that `_choose` returns for the sizes of the `whole` model. Return None if the slab
-    would be larger than a slab of the whole model."""
+    """Return the same as `_choose`, but with the runs that `_choose` selects for the `whole` model. Return None if the
+    slab would be larger than a slab of the whole model.
+    """
     most, cuts = _choose(whole, granularity)
     runs = [-(-count // runs) for (_, count), (runs, _) in zip(whole, cuts, strict=True)]
     steps = {
@@ -310,8 +311,9 @@ def _choose_like(
 
 
 def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tuple[float, int, int] | None:
-    """Return the cost, the runs and the page stride of a group in a slab, or None if its pages do not fit. `only` is the
-    number of layers of a page. By default, the number with the lowest cost is chosen."""
+    """Return the cost, the runs and the page stride of a group in a slab, or None if its pages do not fit. `only` sets
+    the number of layers of a page. By default, the number with the lowest cost is chosen.
+    """
     best = None
     for run in _run_lengths(count) if only is None else (only,):
         page = layer * run

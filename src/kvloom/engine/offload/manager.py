@@ -97,9 +97,9 @@ class WatchedTier(NamedTuple):
 class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
-    `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None
-    if no host tier is configured. With `exclusive` and the write policy "back", host memory evicts pages first that the
-    pool has, too. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of a
+    `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None if
+    no host tier is configured. With `exclusive` and the write policy "back", host memory first evicts the pages that
+    are also in the pool. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of a
     tensor-parallel group.
     """
 
@@ -507,8 +507,8 @@ class OffloadManager:
                 self._offering[request] = request.computed
 
     def _start_hand_over(self, request: Request, match: Match) -> bool:
-        """Start to pull the pages of a request from the prefill worker that computes them. Return False if no tier is
-        that worker, or if this worker already has all pages.
+        """Start to pull the pages of a request from the prefill worker that computes them. Return False if that worker
+        is not configured as a tier, or if this worker already has all pages.
         """
         assert request.awaits_peer is not None
         peer = peer_queue(self.transfers, request.awaits_peer)

@@ -60,8 +60,8 @@ class _PendingOffload:
 class PageOffloader:
     """Offloads the pages of one cache to host memory, from where the other tiers get them. `writes` contains the write
     policies of all tiers. A page is copied to host memory as soon as one of these policies requires it. With
-    `exclusive`, host memory evicts pages first that the pool has, too. They are offloaded again if the pool evicts
-    them.
+    `exclusive`, host memory first evicts the pages that are also in the pool. These pages are offloaded again if the
+    pool evicts them.
     """
 
     def __init__(

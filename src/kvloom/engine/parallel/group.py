@@ -115,8 +115,9 @@ def load_ranks(
 
 
 class DraftMirror:
-    """The mirror of the runner of a draft model or head. Only rank 0 runs draft steps, so this mirror sends nothing to the other
-    ranks. It records the block table entries that a draft step changes, for the next step of the target."""
+    """A mirror repeats the steps of a runner on the other ranks. Only rank 0 runs the draft model or head, so this
+    mirror sends nothing. It records the block table entries that a draft step changes, for the next step of the target.
+    """
 
     def __init__(self, writer: StepWriter) -> None:
         self._writer = writer

@@ -123,7 +123,7 @@ class MoveTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @classmethod
     def of(cls, places: Many[Ints]) -> MoveTokens:
-        """Return the message of some places."""
+        """Return the message for `places`."""
         return cls([each.tobytes() for each in places])
 
     def read(self) -> list[Ints]:

@@ -35,8 +35,9 @@ SMALLEST_RUN = 16
 
 
 class _Columns(NamedTuple):
-    """Where the parts of a joined product are. Each part has a first column, and the distance between the columns of
-    two key heads."""
+    """The positions of the parts in a joined product: for each part, its first column, and the number of columns
+    between two key heads.
+    """
 
     runs: ColumnRuns | None
     z: tuple[int, int]

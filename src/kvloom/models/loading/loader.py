@@ -435,8 +435,9 @@ def _reading_by_tensor() -> Iterator[None]:
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a CPU tensor in another dtype, in memory from numpy. Torch's allocator may round each tensor up to whole
-    huge pages, so that a model needs up to a third more memory."""
+    """Return a CPU tensor in another dtype, in memory that numpy allocates. Torch's allocator may round each tensor up
+    to whole huge pages, so that a model needs up to a third more memory.
+    """
     if dtype is None or tensor.dtype == dtype:
         return tensor
     size = tensor.numel() * dtype.itemsize

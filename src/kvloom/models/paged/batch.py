@@ -585,7 +585,8 @@ class BatchBuilder:
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """Return, for each sequence, the number of its one changed block and the page ids of this block. The number is
         -1 if no block has changed. If several blocks of a sequence have changed, upload their page ids here, and return
-        -1. `rows` are the line numbers of the sequences in the block tables."""
+        -1. `rows` are the row numbers of the sequences in the block tables.
+        """
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -596,8 +597,9 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some sequences. `rows` are their line numbers in the block tables. `first` is
-        the number of the first block to upload for each sequence."""
+        """Upload the block tables of some sequences. `rows` are their row numbers in the block tables. `first` is the
+        number of the first block to upload for each sequence.
+        """
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)

@@ -92,11 +92,11 @@ class Ranks:
         return out
 
     def share(self, x: torch.Tensor) -> None:
-        """Overwrite a tensor by that of rank 0."""
+        """Replace the values of `x` by those of rank 0."""
         self._wait(self._group.broadcast([x]))
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks give."""
+        """Return the smallest `number` of all ranks."""
         return int(self.gather(torch.tensor([number], dtype=torch.int64, device=self.device)).min())
 
     def abort(self) -> None:

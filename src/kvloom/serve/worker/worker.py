@@ -672,7 +672,7 @@ def _output_tokens(request: Request) -> int:
 
 def _prompt_tokens(request: Request) -> int | None:
     """Return the number of prompt tokens of a request with images. Return None for other requests, because the API
-    process has counted their tokens, also of texts that an encoder reads.
+    process has counted their tokens, including texts that an encoder reads.
     """
     return None if request.images is None or request.images.is_prompt else len(request.prompt)
 
