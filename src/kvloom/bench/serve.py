@@ -87,9 +87,12 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams, with times in seconds. `pieces` is the number of messages of all streams. `first` has the
-    times to first token, and `between` the times between later messages. `arrivals` has the times of the first tokens,
-    counted from the start of the load. `memory` has samples of the memory of processes, in MiB.
+    """Results of all streams, with times in seconds.
+
+    - `pieces` is the number of messages of all streams.
+    - `first` has the times to first token, and `between` the times between later messages.
+    - `arrivals` has the times of the first tokens, counted from the start of the load.
+    - `memory` has samples of the memory of processes, in MiB.
     """
 
     requests: int = 0

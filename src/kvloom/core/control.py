@@ -36,10 +36,12 @@ class RetainRange:
 class CacheControl:
     """Caching options of one request.
 
-    `tenant`, `adapter` and `salt` are part of the root of the block hashes. With `store`, computed blocks are
-    published, so that other requests can hit them. With `read`, cached blocks are looked up. `session` identifies the
-    session for `KVCache.end_session`. `retain` sets eviction priorities of token ranges. `lossy` accepts pages that a
-    tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
+    - `tenant`, `adapter` and `salt` are part of the root of the block hashes.
+    - With `store`, computed blocks are published, so that other requests can hit them.
+    - With `read`, cached blocks are looked up.
+    - `session` identifies the session for `KVCache.end_session`.
+    - `retain` sets eviction priorities of token ranges.
+    - `lossy` accepts pages that a tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
 
     The first `public_tokens` tokens are a public prefix, rounded down to whole blocks (`public_length`). Its blocks are
     hashed without tenant and salt, and all tenants that mark the same tokens share them. Later blocks depend on tenant

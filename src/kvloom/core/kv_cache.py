@@ -66,11 +66,13 @@ _MOST_PREFIXES = 4096
 class KVCache:
     """The KV cache of one engine. Not thread-safe: one scheduler calls it.
 
-    The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
-    `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
-    open at the same time. The block tables reserve address space for all of them, but use memory only for open
-    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public
-    prefixes are refused.
+    - `slabs` is the number of slabs in the pool, and `reserved` the number to which it can grow. Both include slab 0,
+      which is never used.
+    - `model` identifies the model in block hashes.
+    - `max_sequences` sequences of `max_tokens` tokens each can be open at the same time. The block tables reserve
+      address space for all of them, but use memory only for open sequences.
+    - `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public prefixes are
+      refused.
     """
 
     def __init__(

@@ -143,10 +143,14 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. `cached` is the number of prompt tokens that were cached when the request first started.
-    `computed` is the number of prompt tokens that are cached or computed so far. `output` is the number of output
-    tokens so far. All three count tokens of the trace. `ids` are the tokens that represent the prompt in the simulated
-    cache.
+    """A request on a worker.
+
+    - `cached` is the number of prompt tokens that were cached when the request first started.
+    - `computed` is the number of prompt tokens that are cached or computed so far.
+    - `output` is the number of output tokens so far.
+    - `ids` are the tokens that represent the prompt in the simulated cache.
+
+    The first three count tokens of the trace.
     """
 
     number: int

@@ -39,9 +39,11 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """One KV cache group of vLLM. `window` is the number of tokens that a query can read, including its own token.
-    `chunk` is the number of tokens in a chunk of chunked local attention. With `is_state`, a block contains the
-    recurrent state after its last token. A group with none of the three has full attention.
+    """One KV cache group of vLLM. A group without window, chunk and state has full attention.
+
+    - `window` is the number of tokens that a query can read, including its own token.
+    - `chunk` is the number of tokens in a chunk of chunked local attention.
+    - With `is_state`, a block contains the recurrent state after its last token.
     """
 
     index: int

@@ -239,8 +239,8 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep: all tokens from the first one that
-        its last query sees.
+        """Return how many tokens a sequence of `length` tokens must keep. These are all tokens from the first token
+        that its last query sees.
         """
         return length - self.first_visible(length - 1) if length > 0 else 0
 

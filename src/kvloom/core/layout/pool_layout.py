@@ -5,12 +5,13 @@
     group B  |            one page             |   pages_per_slab = 1
 
 The layers of a group may be split over several pages of a block. A run is the set of layers that share one page. A
-block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each. If possible, the
-layout chooses the runs so that the pages of all groups have the same size. The slab size is a common multiple of the
-page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each.
 
-With several ranks, a rank has the runs of the whole model if possible. Ranks of different groups then store the
-same layers in a page, and can exchange pages.
+If possible, the layout chooses the runs so that the pages of all groups have the same size. The slab size is a common
+multiple of the page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+
+On several ranks, the layout uses the runs of the whole model if possible. Engines with different numbers of ranks then
+store the same layers in a page, and can exchange pages.
 """
 
 from __future__ import annotations

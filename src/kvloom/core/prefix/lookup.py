@@ -56,10 +56,14 @@ class Miss(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """How the blocks of a prompt are hashed. `root` is the parent of the first block hash. Images are cached under
-    `media_root`, the root hash of the tenant. The first `public` tokens are a public prefix. `media` contains the
-    images of the prompt, and its marks. A mark replaces one token in the block hashes. Hashes from this token on
-    depend on the tenant (after a public prefix) or on an activated LoRA."""
+    """How the blocks of a prompt are hashed.
+
+    - `root` is the parent of the first block hash.
+    - `media_root` is the root hash of the tenant, under which images are cached.
+    - `public` is the number of tokens of the public prefix.
+    - `media` contains the images of the prompt, and its marks. A mark replaces one token in the block hashes. Hashes
+      from this token on depend on the tenant (after a public prefix) or on an activated LoRA.
+    """
 
     root: bytes
     media_root: bytes

@@ -97,10 +97,11 @@ class WatchedTier(NamedTuple):
 class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
-    `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None if
-    no host tier is configured. With `exclusive` and the write policy "back", host memory first evicts the pages that
-    are also in the pool. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of a
-    tensor-parallel group.
+    - `places` are the tiers after host memory, fastest first.
+    - `host_write` is the write policy of host memory, or None if no host tier is configured.
+    - With `exclusive` and the write policy "back", host memory first evicts the pages that are also in the pool.
+    - `apply_copies` runs the pending copies inside the pool.
+    - `ranks` are the other ranks of a tensor-parallel group.
     """
 
     def __init__(
@@ -441,11 +442,11 @@ class OffloadManager:
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start queued offloads. If a step has `finished`, record the time since `started` as the time of this
-        step. `inflight` is the step that runs now.
+        """Start queued offloads. If a step has `finished`, record the time since `started` as the time of this step.
+        `inflight` is the step that runs now.
 
-        If no step has finished and no step runs, but requests wait for pages (`is_waiting`) or a prefetch is in
-        progress, sleep until a page may have arrived, or a copy may have released its pages.
+        If the engine has no step to run or to finish, but requests wait for pages (`is_waiting`) or a prefetch is in
+        progress, sleep. The sleep ends when a page may have arrived, or when a copy may have released its pages.
         """
         self._offer_pages()
         self.flush()  # do not wait for the next step, which may start much later

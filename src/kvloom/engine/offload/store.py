@@ -91,8 +91,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """If `lossy`, record that requests with this root hash accept lossy pages: pages that a tier has re-encoded to
-        int8 or fp8. Call this method before these requests compute.
+        """If `lossy`, record that requests with the root hash `root` accept lossy pages: pages that a tier has
+        re-encoded to int8 or fp8. Call this method before these requests compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:

@@ -887,11 +887,13 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for
-        `count` tokens. Return whether any block became cold. The long request with the most blocks in the pool is
-        tried first. A request that may become long is also tried, if it has more blocks in the pool than admission
-        projects. It becomes long when its blocks become cold. If `request` would exceed the quota of its tenant,
-        only requests of this tenant are tried."""
+        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for `count`
+        tokens. Return whether any block became cold.
+
+        The long request with the most blocks in the pool is tried first. A request that may become long is also tried,
+        if it has more blocks in the pool than admission projects. It then becomes long. If `request` would exceed the
+        quota of its tenant, only requests of this tenant are tried.
+        """
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False

@@ -96,14 +96,15 @@ def load(
     ranks: RankGroups | None = None,
     whole_output: bool = False,
 ) -> tuple[Any, Any | None]:
-    """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. If the
-    ranks divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
-    vocabulary, unless `whole_output` is set, which a draft head needs.
+    """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is one.
+    With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
+    `progress` shows bars on stderr.
 
-    With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
-    dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
-    checks run before any weight is read.
+    With `ranks`, return the part of the model that this rank computes. Every rank must call this function. If the ranks
+    divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
+    vocabulary. With `whole_output`, which a draft head needs, it computes all logits.
+
+    Raises ModelError if a file is missing or the model cannot run. These checks run before any weight is read.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
     if ranks is not None and ranks.context is not None:

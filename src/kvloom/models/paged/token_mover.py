@@ -39,9 +39,10 @@ class TokenMover:
             self._fields.append((group, [_all_layers(field, group) for field in first]))
 
     def places(self, rows: Ints, sources: Ints, targets: Ints) -> list[Ints]:
-        """Return the places of tokens that move inside their sequences, for each group of layers: the pages and the
-        indices in them before the move, and the same after it. Token i moves from index `sources[i]` to index
-        `targets[i]` of the sequence in row `rows[i]` of the block tables."""
+        """Return the places of tokens that move inside their sequences, for each group of layers. A place is a page and
+        an index in the page, before and after the move. Token i moves from index `sources[i]` to index `targets[i]` of
+        the sequence in row `rows[i]` of the block tables.
+        """
         block = self._cache.block_tokens
         tables = self._cache.page_tables
         found = []

@@ -585,10 +585,14 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The rules for reading the config of one model type. `pattern` returns the layer kinds. `token` and `state`
-    return the fields of a token and of a state. `mixer` is the last word in the names of state specs, such as
-    "mamba" in "layers.3.mamba". `defaults` are values that published configs may omit. `names` maps config fields
-    of this type to our names."""
+    """The rules for reading the config of one model type.
+
+    - `pattern` returns the layer kinds.
+    - `token` and `state` return the fields of a token and of a state.
+    - `mixer` is the last word in the names of state specs, such as "mamba" in "layers.3.mamba".
+    - `defaults` are values that published configs may omit.
+    - `names` maps config fields of this type to our names.
+    """
 
     pattern: Pattern
     defaults: Mapping[str, Any]

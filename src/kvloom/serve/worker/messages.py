@@ -246,8 +246,12 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. `created` is the Unix time of
-    loading. `requests` is the number of its requests. `is_resident` states that the adapter has a slot on the device.
+    """A LoRA adapter.
+
+    - `digest` identifies its config and weights, and salts block hashes.
+    - `created` is the Unix time of loading.
+    - `requests` is the number of its requests.
+    - `is_resident` states that the adapter has a slot on the device.
 
     An activated LoRA applies only from the last occurrence of `invocation_tokens` in the prompt. For other adapters,
     `invocation_tokens` is empty.

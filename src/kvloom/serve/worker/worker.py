@@ -61,9 +61,12 @@ SHORT_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has, for each answer,
-    the number of tokens already sent, or -1 if the answer has finished. `first` is the time of the first token.
-    `chunks` are the computed chunks of the prompt, as (start, end, tokens), with times on the monotonic clock.
+    """A request in the engine.
+
+    - `reserved_bytes` is its part of the tenant's quota.
+    - `sent_tokens` has, for each answer, the number of tokens already sent, or -1 if the answer has finished.
+    - `first` is the time of the first token.
+    - `chunks` are the computed chunks of the prompt, as (start, end, tokens), with times on the monotonic clock.
     """
 
     message: Add

@@ -250,8 +250,9 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Returns how many seconds the thread may sleep: until the next deadline, or without limit (None) if there is
-        none. While the tier still accesses pages of cancelled batches, the thread sleeps only briefly."""
+        """Returns how many seconds the thread may sleep: until the next deadline, or None if there is no deadline.
+        While the tier still accesses pages of cancelled batches, the thread sleeps only briefly.
+        """
         if self._cancelled:
             return 0.05
         ends = [self._deadline_of(batch) for batch in self._inflight]
