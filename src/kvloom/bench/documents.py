@@ -1,7 +1,8 @@
 """`kvloom bench documents`: the quality and speed of answers if the K and V of documents are reused.
 
-A prompt has several documents and a question. The K and V of each document were computed without the text before it. A
-share of its tokens is computed again in the prompt. Quality is compared with a prompt whose tokens are all computed:
+A prompt has several documents and a question. The K and V of each document were computed without the text before the
+document. A share of its tokens is computed again in the prompt. Quality is compared with a prompt whose tokens are all
+computed:
 
 | figure   | meaning                                                                                          |
 |----------|--------------------------------------------------------------------------------------------------|
@@ -12,8 +13,8 @@ share of its tokens is computed again in the prompt. Quality is compared with a 
 | seconds  | time to first token of the engine, with cached documents; on a CPU, the CPU time of the process  |
 
 Three rules choose the tokens that are computed again: the first tokens of each document, evenly spread tokens, or the
-tokens whose K in the second layer differs most. The engine uses the first rule. The others are computed with Hugging
-Face's modeling code only.
+tokens whose K in the second layer differs most. The engine uses the first rule. The other two rules are tried only with
+Hugging Face's modeling code.
 """
 
 from __future__ import annotations

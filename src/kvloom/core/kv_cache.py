@@ -445,7 +445,7 @@ class KVCache:
         return self.state.accounts[tenant]
 
     def reachable_bytes(self, account: Account) -> int:
-        """Return the bytes that are free or that the tenant of `account` may evict. O(tenants)."""
+        """Return how many bytes are free, or can be evicted for the tenant of `account`. O(tenants)."""
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:

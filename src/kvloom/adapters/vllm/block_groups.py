@@ -73,8 +73,9 @@ class BlockGroup:
         return first // self.block_tokens
 
     def can_resume(self, start: int, position: int, found: Mask) -> bool:
-        """Return whether all blocks of this group that a prompt needs to resume at `position` exist. vLLM itself has
-        the blocks before token `start`. For each later block, `found` states whether a tier has it.
+        """Return whether a prompt can resume at `position`, as far as this group is concerned: all needed blocks must
+        exist. vLLM itself has the blocks before token `start`. For each later block, `found` states whether a tier has
+        it.
         """
         base = start // self.block_tokens
         first = max(0, self.first_block(position) - base)

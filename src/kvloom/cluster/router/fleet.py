@@ -436,8 +436,8 @@ class Fleet:
 
     async def _withdraw(self, worker: Worker, *models: str) -> None:
         """Stop following the events of models that a worker no longer serves, and remove the worker's blocks from the
-        indexes of these models. Other tasks can run meanwhile. If the call is cancelled, it first removes the remaining
-        blocks without a pause.
+        indexes of these models. Other tasks can run between the removals. If the call is cancelled, it removes all
+        remaining blocks at once, and then ends.
         """
         removals: list[Iterator[None]] = []
         for model in models:

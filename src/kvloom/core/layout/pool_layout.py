@@ -312,8 +312,9 @@ def _choose_like(
 
 
 def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tuple[float, int, int] | None:
-    """Return the cost, the runs and the page stride of a group in a slab, or None if its pages do not fit. `only` sets
-    the number of layers of a page. By default, the number with the lowest cost is chosen.
+    """Return how a group is cut into pages: the cost, the runs (pages per block) and the page stride. `layer` is the
+    number of bytes of a layer, `count` the number of layers, and `slab` the size of a slab. `only` sets the number of
+    layers of a page. By default, the number with the lowest cost is chosen. Returns None if no page fits.
     """
     best = None
     for run in _run_lengths(count) if only is None else (only,):

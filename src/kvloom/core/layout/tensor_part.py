@@ -5,8 +5,8 @@ can use them. With context parallelism, the rank has these bytes for some tokens
     page of rank 1 of 2        | x: 32 … 63 | B: 8 … 15 | C: 8 … 15 |
 
 If a part has `whole` values and each rank stores `own` of them, there are `whole / own` pieces. Rank r stores piece r *
-pieces // ranks. If there are fewer pieces than ranks, neighbouring ranks have the same piece, and the first of them
-writes it to the whole page.
+pieces // ranks. If there are fewer pieces than ranks, neighbouring ranks have the same piece. The first of these ranks
+writes the piece to the whole page.
 """
 
 from __future__ import annotations

@@ -38,11 +38,12 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of
-    the eviction and `policy` the name of the policy.
+    """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of the
+    eviction and `policy` the name of the policy.
 
-    `matched` is 0 except in the miss of a load plan (`LoadPlan.miss`). There, tiers have full-attention pages up to the
-    later position `matched`, but the prompt cannot resume at that position."""
+    `matched` is 0 except in the miss of a load plan (`LoadPlan.miss`). In that case, tiers have full-attention pages up
+    to the later position `matched`, but the prompt cannot resume at that position.
+    """
 
     reason: str
     position: int

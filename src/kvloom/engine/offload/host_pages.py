@@ -6,8 +6,8 @@ The arena is the memory of the host tier. On a GPU it is pinned, and copies run 
 copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
 hashes or requests.
 
-With several ranks the arena is shared memory. A page in it is a page of the whole model, as on one rank. Each rank
-copies its heads and channels (tensor parallelism) or its tokens (context parallelism). Tiers store whole pages, so
+With several ranks the arena is shared memory. A page in the arena is a page of the whole model, as on one rank. Each
+rank copies its heads and channels (tensor parallelism) or its tokens (context parallelism). Tiers store whole pages, so
 engines with any number of ranks share them:
 
     one page in the arena   | layer 0: heads 0-3 | layer 0: heads 4-7 | layer 1: heads 0-3 | layer 1: heads 4-7 | …

@@ -584,7 +584,7 @@ class OffloadManager:
         return self._copy_to_pool(job, match) if job.copy is None else self._finish_copy(job)
 
     def _new_job(self, request: Request, match: Match) -> LoadJob | None:
-        """Create the load job of a waiting request. Return None if no tier can have pages for it."""
+        """Create the load job of a waiting request. Return None if tiers cannot have any pages for the request."""
         if not self._may_load(request, match):
             return None
         query = self.cache.loading.first_query(match)

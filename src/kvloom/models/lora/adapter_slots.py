@@ -122,8 +122,8 @@ class AdapterSlots:
         no adapters are used. If ranks divide the tokens of a step, `rows` has two elements: one for layers that get all
         tokens, and one for layers that get only the tokens of this rank.
 
-        Several engines, each with its own slots, may share the model. On entry, the products of the model therefore get
-        the terms of this object's slots.
+        On entry, the low-rank terms of this object's slots are set in the model, because several engines with their own
+        slots may share the model.
         """
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:

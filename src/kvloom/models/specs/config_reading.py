@@ -403,9 +403,10 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers,
-    space for a compressed entry follows the vector. In sparse layers, space for the indexer's entry follows,
-    too. Only the last token of a window uses this space."""
+    """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers, a
+    compressed entry follows the vector. In sparse layers, the indexer's entry also follows. Only the last token of a
+    window uses the space of these entries.
+    """
     more = {
         "heavily_compressed_attention": config.size("head_dim"),
         "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
