@@ -108,9 +108,12 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. Texts are tokenised with the tokenizer.json in the folder `tokenizer`. A worker
-    tokenises chats and, if `tokenizer` is None, texts. If `uses_workers` is False, prompts that a worker would tokenise
-    are hashed as pieces of text instead. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests.
+
+    - `tokenizer` is a folder with a tokenizer.json, with which texts are tokenised. If it is None, a worker tokenises
+      texts. A worker always tokenises chats.
+    - If `uses_workers` is False, prompts that a worker would tokenise are hashed as pieces of text instead.
+    - An image counts as `image_tokens` tokens.
     """
 
     def __init__(

@@ -394,13 +394,15 @@ class Scheduler:
         next_blocks: set[NextBlock | None],
         deferred: list[Request],
     ) -> bool:
-        """Return whether a waiting request stays in the queue because of another request. The other request
-        computes or loads the next block of the waiting request, or will take a checkpoint at which the waiting
-        request can resume.
+        """Return whether a waiting request stays in the queue because of another request. The other request computes or
+        loads the next block of the waiting request, or will take a checkpoint at which the waiting request can resume.
 
-        The waiting request is the last of `deferred`. If the other request loads the block, the waiting request
-        leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise it stays in `deferred`. If
-        `deferred` has more than MAX_DEFERRED requests, the waiting request does not wait, and False is returned.
+        `waiting` is the last request of `deferred`:
+
+        - If the other request loads the block, `waiting` leaves `deferred` and waits for this load
+          (`WaitingQueue.wait_behind`).
+        - If `deferred` has more than MAX_DEFERRED requests, `waiting` does not wait, and False is returned.
+        - Otherwise `waiting` stays in `deferred`.
         """
         if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
             if self._queue.wait_behind(waiting, next_block):

@@ -536,9 +536,12 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
 
 
 def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) -> None:
-    """Let the ranks divide the context of every sequence. If each rank has all weights of `model`, it computes the logits
-    of only a part of the vocabulary. With `whole_output`, which a draft head needs, it computes all logits. Raises
-    ModelError if the attention of the model cannot be divided."""
+    """Let the ranks divide the context of every sequence. Raises ModelError if the attention of the model cannot be
+    divided.
+
+    If ranks do not also divide the weights, each rank computes the logits of a part of the vocabulary. With
+    `whole_output`, which a draft head needs, each rank computes all logits.
+    """
     _check_context(model)
     if ranks.weights is None and ranks.context is not None:
         set_whole(model, WholeModel(model.config))

@@ -56,8 +56,9 @@ class TokenMover:
         return found
 
     def move(self, places: Sequence[Ints]) -> None:
-        """Copy tokens, all at once. `places` is a result of `places`, here or on another rank. Does not wait for the
-        device. The number of launches does not depend on the number of layers."""
+        """Move tokens, all at once. `places` is the result of the method `places`, of this object or of the one on
+        another rank. Does not wait for the device. The number of launches does not depend on the number of layers.
+        """
         for (_, fields), group_places in zip(self._fields, places, strict=True):
             from_page, from_place, to_page, to_place = upload(group_places, self._device)
             for field in fields:

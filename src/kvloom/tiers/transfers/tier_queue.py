@@ -42,9 +42,12 @@ class _StatsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """Settings of the queue. `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch. A
-    store that takes longer than `store_seconds` is late. If queued stores exceed `max_queued_bytes`, the oldest are
-    discarded."""
+    """Settings of the queue.
+
+    - `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch.
+    - `store_seconds` is the time after which a store is late.
+    - `max_queued_bytes` limits the bytes of queued stores. Above the limit, the oldest stores are discarded.
+    """
 
     max_inflight_bytes: int = 256 << 20
     batch_bytes: int = 16 << 20
