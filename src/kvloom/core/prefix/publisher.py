@@ -191,8 +191,9 @@ class EventPublisher:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
-        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens that is in one of the blocks `rows`
-        and ends in `node`."""
+        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens in some blocks of a node. `rows` are the
+        numbers of these blocks. Units whose last token is outside the node are left out.
+        """
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
