@@ -75,9 +75,11 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. `prefill_ms` and `decode_ms` are the coefficients of two polynomials for times in
-    milliseconds, the highest power first. The variable of the first is the number of prompt tokens in a step. The
-    variable of the second is the share of the pool that decoding requests occupy.
+    """Times and limits of a worker. `prefill_ms` and `decode_ms` are the coefficients of two polynomials, the highest
+    power first. Their results are milliseconds.
+
+    - `prefill_ms`: the variable is the number of prompt tokens in a step.
+    - `decode_ms`: the variable is the share of the pool that decoding requests occupy.
     """
 
     token_budget: int = 8192

@@ -45,8 +45,8 @@ class ContextPart:
         return np.where((places >= 0) & (places < size), places, -1)
 
     def positions(self, tokens: Ints, page_tokens: int) -> Ints:
-        """Return the positions in the sequence of tokens that this rank stores. `tokens` are numbers from 0 that count
-        only the tokens of this rank. `page_tokens` is the number of tokens of a page.
+        """Return the positions of tokens in their sequence. `tokens` are the indices of these tokens among the tokens
+        that this rank stores. `page_tokens` is the number of tokens of a page.
         """
         block, place = np.divmod(tokens, page_tokens)
         return (block * self.count + self.rank) * page_tokens + place

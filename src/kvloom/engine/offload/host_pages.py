@@ -150,12 +150,11 @@ def open_host(
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier for the pages of `layout` (`PoolLayout.whole`). Its slab size is a multiple of the layout's slab
-    size. For a GPU its memory is pinned. Returns the tier and its shared memory, which is None if the tier does not use
-    shared memory.
+    size. For a GPU its memory is pinned. Returns the tier, and its shared memory or None.
 
-    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of
-    the ranks may also write to it. Without `shared`, one rank uses no shared memory. If the system has no shared
-    memory, one rank runs without it, and several ranks raise ValueError.
+    - With `shared`, other processes on this host may map the memory and read it.
+    - With several `ranks`, the memory is always shared, and the processes of the ranks may also write to it.
+    - If the system has no shared memory, one rank runs without it, and several ranks raise ValueError.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)

@@ -170,8 +170,8 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool has enough slabs at each of several future times. `pages` [classes, times] is the
-        number of pages of each size class that are needed then.
+        """Return whether the pool has enough slabs at several future times. `pages` [classes, times] is the number of
+        pages of each size class that are needed at each time.
         """
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
