@@ -81,9 +81,10 @@ class CacheControl:
 class Objective:
     """The objective of a request, in milliseconds. None means no limit.
 
-    `ttft_ms` limits the time from arrival to the first token. `tbt_ms` limits the mean time between tokens.
-    `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
-    until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
+    - `ttft_ms` limits the time from arrival to the first token.
+    - `tbt_ms` limits the mean time between tokens.
+    - `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
+      until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
     """
 
     ttft_ms: float | None = None
