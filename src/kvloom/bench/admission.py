@@ -4,8 +4,10 @@ and with neither.
 Goodput is the number of requests per second that meet their objectives. Each round first measures the capacity of the
 engine in requests per second. Then requests arrive at random times, at `--load` times this rate, whether or not earlier
 requests have finished. All modes get the same requests. The modes run one after the other, in a new order in each
-round. The clock is the CPU time of this process, so that other processes have little effect. While no request is open,
-the clock jumps to the next arrival. With --trace, no engine runs: simulated workers replay a trace instead.
+round.
+
+The clock is the CPU time of this process, so that other processes have little effect. While no request is open, the
+clock jumps to the next arrival. With --trace, no engine runs: simulated workers replay a trace instead.
 """
 
 from __future__ import annotations

@@ -71,10 +71,15 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """Parameters of the load. Three are medians: `turns` of a session, `tokens` that a turn adds, and `idle` seconds
-    before a turn. `sessions` sessions, each about one of `projects` projects, start at random times within `seconds`.
-    No prompt has more than `longest` tokens. `fork_share` is the fraction of turns that start branches or sub-agents.
-    `edit_share` is the fraction of turns that are sent again with a different end.
+    """Parameters of the load.
+
+    - `sessions` sessions start at random times within `seconds`. Each is about one of `projects` projects.
+    - `turns` is the median number of turns of a session.
+    - `tokens` is the median number of tokens that a turn adds.
+    - `idle` is the median number of seconds before a turn.
+    - `longest` is the largest number of tokens of a prompt.
+    - `fork_share` is the fraction of turns that start branches or sub-agents.
+    - `edit_share` is the fraction of turns that are sent again with a different end.
     """
 
     sessions: int = 24

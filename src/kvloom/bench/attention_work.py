@@ -186,7 +186,7 @@ def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterato
 def _quantised(
     k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tokens of `k` and `v` in 8-bit pages: block tables, keys, values and scales."""
+    """Return `k` and `v` as 8-bit pages: their block tables, keys, values and scales."""
     from kvloom.kernels.write import write
 
     rows, length = tables.shape[0], tables.shape[1] * BLOCK

@@ -71,9 +71,9 @@ class Comparison:
 
 
 def find_peers(pythons: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dictionaries, by the key in PEERS: the interpreter of each installed peer, and the install
-    instruction of each missing peer. A peer is searched for in the interpreter `pythons[key]`, or in the running
-    interpreter if `pythons` has no entry. Imports no peer.
+    """Return two dictionaries, by the key in PEERS: the interpreter of each installed peer, and the install instruction
+    of each missing peer. `pythons` has the interpreters in which to search, by the same key. The default is the running
+    interpreter. Imports no peer.
     """
     found, missing = {}, {}
     for key, peer in PEERS.items():

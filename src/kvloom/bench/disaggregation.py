@@ -1,10 +1,10 @@
 """`kvloom bench disaggregation` compares prefill and decode workers with the same number of workers that do both.
 
-interference   time between the tokens of short streams while long prompts arrive, and the time to first token of
-               these prompts. A router sends the same load first to workers that do both, then to prefill and
-               decode workers
-hand-over      the prefill worker and the decode worker get the same prompt at the same time. The figure is the time
-                   between their first tokens, divided by the time of the prefill. The workers have no other work
+    interference   time between the tokens of short streams while long prompts arrive, and the time to first token of
+                   these prompts. A router sends the same load first to workers that do both, then to prefill and
+                   decode workers
+    hand-over      the prefill worker and the decode worker get the same prompt at the same time. The figure is the
+                   time between their first tokens, divided by the time of the prefill. The workers have no other work
 
 All workers are `kvloom serve` processes on loopback, with one thread each. With `--pin`, every worker has a separate
 core, if there are enough cores.

@@ -1,7 +1,8 @@
 """`kvloom bench documents`: the quality and speed of answers if the K and V of documents are reused.
 
-A prompt has several documents and a question. The K and V of each document were computed without the text before it. A
-share of its tokens is computed again in the prompt. Quality is compared with a prompt whose tokens are all computed:
+A prompt has several documents and a question. The K and V of each document were computed without the text before the
+document. A share of its tokens is computed again in the prompt. Quality is compared with a prompt whose tokens are all
+computed:
 
 | figure   | meaning                                                                                          |
 |----------|--------------------------------------------------------------------------------------------------|
@@ -12,8 +13,8 @@ share of its tokens is computed again in the prompt. Quality is compared with a 
 | seconds  | time to first token of the engine, with cached documents; on a CPU, the CPU time of the process  |
 
 Three rules choose the tokens that are computed again: the first tokens of each document, evenly spread tokens, or the
-tokens whose K in the second layer differs most. The engine uses the first rule. The others are computed with Hugging
-Face's modeling code only.
+tokens whose K in the second layer differs most. The engine uses the first rule. The other two rules are tried only with
+Hugging Face's modeling code.
 """
 
 from __future__ import annotations
@@ -210,14 +211,14 @@ def quality(model: Any, case: Case, ways: Sequence[tuple[float, str]]) -> list[d
 
 
 def _right_tokens(logits: torch.Tensor, case: Case) -> float:
-    """Return the share of the answer's tokens that are the most likely ones."""
+    """Return the share of the answer's tokens that the model predicts as the most likely tokens."""
     picked = logits[-len(case.answer) - 1 : -1].argmax(-1).tolist()
     return statistics.fmean(a == b for a, b in zip(picked, case.answer, strict=True))
 
 
 @torch.inference_mode()
 def answers_without_documents(model: Any, cases: Sequence[Case]) -> float:
-    """Return the share of tokens of repetitions that the model finds without the documents. It guesses them."""
+    """Return the share of right tokens if the prompts contain no documents, so that the model can only guess."""
     found = []
     for case in cases:
         first, last = case.spans[0][0], case.spans[-1][1]

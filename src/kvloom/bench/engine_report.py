@@ -41,9 +41,13 @@ shorter, so their partial last blocks are a larger share."""
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """Result of one workload on one runner. `best` is the fastest round, and `rounds` are the seconds of each round.
-    `first_answers` are the answers of the first round. `prompts` is the time of the prompts alone in seconds, if it was
-    measured. `processor` is the smallest CPU time of a round in seconds, or None on a GPU."""
+    """Result of one workload on one runner.
+
+    - `best` is the fastest round, and `rounds` are the seconds of each round.
+    - `first_answers` are the answers of the first round.
+    - `prompts` is the time of the prompts alone in seconds, if it was measured.
+    - `processor` is the smallest CPU time of a round in seconds, or None on a GPU.
+    """
 
     work: Workload
     best: Measurement

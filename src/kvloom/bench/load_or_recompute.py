@@ -145,10 +145,14 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return one dictionary for each of `ratios` (disk throughput divided by prefill throughput) and each
-    scenario. Times are median seconds to the first token. `computed_s` is the time if the whole prompt is
-    computed. `auto_s` is the time if the engine decides which part to load. `relative` is `auto_s` divided by
-    `computed_s`. `ideal` is the value of `relative` if computing and loading overlap perfectly."""
+    """Return one dictionary for each of `ratios` (disk throughput divided by prefill throughput) and each scenario.
+    Times are median seconds to the first token.
+
+    - `computed_s` is the time if the whole prompt is computed.
+    - `auto_s` is the time if the engine decides which part to load.
+    - `relative` is `auto_s` divided by `computed_s`.
+    - `ideal` is the value of `relative` if computing and loading overlap perfectly.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -203,8 +203,10 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
 
 def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: float) -> dict[str, Any]:
     """Return the median speed and CPU time with and without metrics, and the cost that is estimated from `parts`. Also
-    return two ratios of each pair of turns, and their medians: the time per token with metrics, divided by the time
-    without metrics, and the same for CPU time. A ratio above 1 means that metrics cost time."""
+    return two ratios of each pair of turns, and their medians. Each ratio is a time per token with metrics, divided by
+    the time without metrics: one for wall-clock time, and one for CPU time. A ratio above 1 means that metrics cost
+    time.
+    """
     speed = sorted(off.tokens_per_second / on.tokens_per_second for on, off in turns)
     cpu = sorted(on.cpu_us_a_token / off.cpu_us_a_token for on, off in turns)
     middle = {

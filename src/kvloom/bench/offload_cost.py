@@ -48,11 +48,12 @@ def measure_offload_cost(
     shape: str, device: str, scale: float, rounds: int, pool: int, host: int
 ) -> list[dict[str, Any]]:
     """Return two results: for a host tier with free space, and for a full host tier. All times are microseconds per
-    page, as medians of `rounds` rounds.
+    page, as medians of `rounds` rounds. There are 256 sequences times `scale`, or as many as fit into `pool` and
+    `host`.
 
-    `close` is the time to close the sequences, which hashes and queues their pages. `offload` is the time to place the
-    pages in host memory and publish them. `copy` is the time to start the copies. There are 256 sequences times
-    `scale`, or as many as fit into `pool` and `host`.
+    - `close` is the time to close the sequences, which hashes and queues their pages.
+    - `offload` is the time to place the pages in host memory and publish them.
+    - `copy` is the time to start the copies.
     """
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)

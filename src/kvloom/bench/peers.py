@@ -142,10 +142,13 @@ def vllm_decode_step(
 ) -> Figures:
     """Return the microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
-    `allocate` is the time of allocate_slots for one token of each request. `append` is the time of
-    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum. The
-    requests have different lengths, from `context` to `context` plus one block, so that in each step one of `block`
-    requests begins a new block."""
+    - `allocate` is the time of allocate_slots for one token of each request.
+    - `append` is the time of append_output_token_ids for each request, which hashes the blocks that become full.
+    - `total` is their sum.
+
+    The requests have different lengths, from `context` to `context` plus one block. In each step, one of `block`
+    requests therefore begins a new block.
+    """
     peer, draw = _vllm(layout, block, batch * (context + steps), batch), _drawer()
     requests = [peer.request(draw(context + i * peer.block // batch)) for i in range(batch)]
     for request in requests:
@@ -178,13 +181,16 @@ def sglang_tree(
 ) -> Figures:
     """Return the microseconds of `match`, `insert` and `evict` on one of SGLang's prefix trees, and their `total`.
 
-    `core` is `python` for SGLang's RadixCache, or `rust` for the UnifiedRadixCache over the compiled core,
-    which is the server's default. Both take token ids as array('q'), their fastest form, and slots as an int64
-    tensor. The tree has 256 prompts of `tokens` tokens with 8 different prefixes of `shared` tokens. Each round
-    creates a prompt that continues a prefix, matches the prompt, and inserts it. The round then evicts as many
-    tokens as it has added, from the oldest leaf. Freed slots are discarded, so only the tree is timed. The call
-    leaves SGLang's trees and stubs of its other modules in sys.modules. Do not call this function in a process
-    that serves with SGLang."""
+    `core` is `python` for SGLang's RadixCache, or `rust` for the UnifiedRadixCache over the compiled core, which is the
+    server's default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor.
+
+    The tree has 256 prompts of `tokens` tokens with 8 different prefixes of `shared` tokens. Each round creates a
+    prompt that continues a prefix, matches the prompt, and inserts it. The round then evicts as many tokens as it has
+    added, from the oldest leaf. Freed slots are discarded, so only the tree is timed.
+
+    Do not call this function in a process that serves with SGLang, because it leaves stubs of SGLang's modules in
+    sys.modules.
+    """
     if tokens % page or shared % page or not shared < tokens:
         raise ValueError(
             f"{shared} shared of {tokens} tokens: give whole pages of {page}, some of them not shared"

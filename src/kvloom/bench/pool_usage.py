@@ -56,9 +56,12 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return how many token slots are wasted in the pages of some sequences. A slot is wasted if the last token of no
-    sequence can read it. `table` is the block table of a layer group [rows, blocks]. `rows` are the rows of the
-    sequences in it, and `lengths` are their numbers of tokens. `block` is the number of tokens of a block.
+    """Return how many token slots are wasted in the pages of some sequences. A slot is wasted if no sequence can read
+    it from its last token.
+
+    - `table` is the block table of a layer group [rows, blocks].
+    - `rows` are the rows of the sequences in it, and `lengths` are their numbers of tokens.
+    - `block` is the number of tokens of a block.
     """
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)

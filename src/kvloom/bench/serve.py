@@ -43,11 +43,13 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are `prompt` random token ids below
-    `vocabulary`. All prompts begin with the same `shared` tokens.
+    """A load of `streams` concurrent streams for `seconds` seconds.
 
-    The length of an answer is between half of `tokens` and `tokens`. `key` is an API key. Loads with different values
-    of `seed` have different prompts.
+    - `prompt` is the number of tokens of a prompt. They are random ids below `vocabulary`.
+    - `shared` is the number of first tokens that all prompts have in common.
+    - `tokens` is the largest number of tokens of an answer. The smallest is half of it.
+    - `key` is an API key.
+    - `seed` selects the prompts.
     """
 
     url: str
@@ -87,9 +89,12 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams, with times in seconds. `pieces` is the number of messages of all streams. `first` has the
-    times to first token, and `between` the times between later messages. `arrivals` has the times of the first tokens,
-    counted from the start of the load. `memory` has samples of the memory of processes, in MiB.
+    """Results of all streams, with times in seconds.
+
+    - `pieces` is the number of messages of all streams.
+    - `first` has the times to first token, and `between` the times between later messages.
+    - `arrivals` has the times of the first tokens, counted from the start of the load.
+    - `memory` has samples of the memory of processes, in MiB.
     """
 
     requests: int = 0

@@ -43,9 +43,12 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The speed of one operation on one tier. `ours`, `medium_speed` and `lmcache` are in GB/s. `share` is `ours`
-    divided by `medium_speed`, and `times_lmcache` is `ours` divided by `lmcache`. `goal` and `lmcache_goal` are the
-    goals for these two ratios. `backend` is the backend of LMCache, or "" if none ran.
+    """The speed of one operation on one tier.
+
+    - `ours`, `medium_speed` and `lmcache` are in GB/s.
+    - `share` is `ours` divided by `medium_speed`, and `times_lmcache` is `ours` divided by `lmcache`.
+    - `goal` and `lmcache_goal` are the goals for these two ratios.
+    - `backend` is the backend of LMCache, or "" if none ran.
     """
 
     tier: str

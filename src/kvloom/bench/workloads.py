@@ -43,10 +43,11 @@ class Conversation:
 class Workload:
     """A workload of `requests` conversations with `turns` turns each. Each answer has exactly `output` greedy tokens.
 
-    The first prompt of a conversation begins with one of `prefixes` shared prefixes, which have `prefix` tokens and are
-    used in turn. `prompt` tokens follow that no other prompt has. A later turn adds `more` tokens. If `warm`, an
-    earlier workload of the same round has computed the same prefixes. A workload with `on_request` runs only if it is
-    selected by name.
+    - The first prompt of a conversation begins with one of `prefixes` shared prefixes, which have `prefix` tokens and
+      are used in turn. `prompt` tokens follow that no other prompt has.
+    - A later turn adds `more` tokens.
+    - With `warm`, an earlier workload of the same round has computed the same prefixes.
+    - With `on_request`, the workload runs only if it is selected by name.
     """
 
     name: str

@@ -236,7 +236,8 @@ class Allocator:
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
         """Return how many slabs to evict from `victim` for `requester`: at most `slabs`, and at least 1. If `victim` is
-        another account than `requester`, memory within the guaranteed share of `victim` does not count."""
+        another account, only its memory above its guaranteed share counts.
+        """
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.counted - victim.guaranteed) // self._slab_bytes)))

@@ -36,10 +36,12 @@ class RetainRange:
 class CacheControl:
     """Caching options of one request.
 
-    `tenant`, `adapter` and `salt` are part of the root of the block hashes. With `store`, computed blocks are
-    published, so that other requests can hit them. With `read`, cached blocks are looked up. `session` identifies the
-    session for `KVCache.end_session`. `retain` sets eviction priorities of token ranges. `lossy` accepts pages that a
-    tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
+    - `tenant`, `adapter` and `salt` are part of the root of the block hashes.
+    - With `store`, computed blocks are published, so that other requests can hit them.
+    - With `read`, cached blocks are looked up.
+    - `session` identifies the session for `KVCache.end_session`.
+    - `retain` sets eviction priorities of token ranges.
+    - `lossy` accepts pages that a tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
 
     The first `public_tokens` tokens are a public prefix, rounded down to whole blocks (`public_length`). Its blocks are
     hashed without tenant and salt, and all tenants that mark the same tokens share them. Later blocks depend on tenant
@@ -79,9 +81,10 @@ class CacheControl:
 class Objective:
     """The objective of a request, in milliseconds. None means no limit.
 
-    `ttft_ms` limits the time from arrival to the first token. `tbt_ms` limits the mean time between tokens.
-    `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
-    until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
+    - `ttft_ms` limits the time from arrival to the first token.
+    - `tbt_ms` limits the mean time between tokens.
+    - `deadline_ms` limits the time from arrival until the whole answer is complete. A request with a deadline may wait
+      until it can meet the other two limits. `ttft_ms` then counts from the end of this wait.
     """
 
     ttft_ms: float | None = None

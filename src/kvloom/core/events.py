@@ -17,10 +17,13 @@ class BlockStored:
     """For each of `hashes`, the pages of the layer groups `groups` were stored in `medium`. The hashes form a chain:
     `parent` is the parent of the first hash, and each hash is the parent of the next hash.
 
-    If `tail_tokens` is 0, each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial last
-    block of `tail_tokens` tokens. `tokens` are the token ids of all hashes, as bytes. The id of an image's token is
-    computed from the content of the image. `adapter` is the adapter that salts the hashes, or "". Events of tiers
-    contain neither tokens nor adapter.
+    - `tail_tokens` is 0 if each hash covers HASH_TOKENS tokens. Otherwise there is one hash, which covers a partial
+      last block of `tail_tokens` tokens.
+    - `tokens` are the token ids of all hashes, as bytes. The id of an image's token is computed from the content of the
+      image.
+    - `adapter` is the adapter that salts the hashes, or "".
+
+    Events of tiers contain neither tokens nor adapter.
     """
 
     parent: bytes

@@ -66,11 +66,13 @@ _MOST_PREFIXES = 4096
 class KVCache:
     """The KV cache of one engine. Not thread-safe: one scheduler calls it.
 
-    The pool has `slabs` slabs and can grow to `reserved` slabs. Slab 0 is included in both numbers, but is never used.
-    `model` identifies the model in block hashes. At most `max_sequences` sequences of `max_tokens` tokens each can be
-    open at the same time. The block tables reserve address space for all of them, but use memory only for open
-    sequences. `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public
-    prefixes are refused.
+    - `slabs` is the number of slabs in the pool, and `reserved` the number to which it can grow. Both include slab 0,
+      which is never used.
+    - `model` identifies the model in block hashes.
+    - `max_sequences` sequences of `max_tokens` tokens each can be open at the same time. The block tables reserve
+      address space for all of them, but use memory only for open sequences.
+    - `public_bytes` limits the pages of public prefixes (`CacheControl.public_tokens`). If it is 0, public prefixes are
+      refused.
     """
 
     def __init__(
@@ -229,10 +231,10 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match, is_counted: bool = True) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
-        cache has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so
-        call `extend` next. The counters of lookups and hits leave out a sequence that is not counted, because it serves
-        another request.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
+        has changed. Raises RuntimeError if `max_sequences` sequences are already open. Allocates no pages, so call
+        `extend` next. With `is_counted=False`, the counters of lookups and hits ignore the sequence. Use this for a
+        sequence that serves another request.
         """
         state = self.state
         match = state.lookup.refreshed(match)
@@ -443,7 +445,7 @@ class KVCache:
         return self.state.accounts[tenant]
 
     def reachable_bytes(self, account: Account) -> int:
-        """Return the bytes that are free or that the tenant of `account` may evict. O(tenants)."""
+        """Return how many bytes are free, or can be evicted for the tenant of `account`. O(tenants)."""
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:

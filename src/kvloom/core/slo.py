@@ -143,9 +143,13 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """A prompt to compute. `tokens` is the number of its tokens that are not hit, and `context` is the number of all
-    its tokens. `output` is the expected number of output tokens. `load_seconds` is the time until its pages from tiers
-    are loaded. `due` is the time until its first token is due."""
+    """A prompt to compute.
+
+    - `tokens` is the number of its tokens that are not hit, and `context` is the number of all its tokens.
+    - `output` is the expected number of output tokens.
+    - `load_seconds` is the time until its pages from tiers are loaded.
+    - `due` is the time until its first token is due.
+    """
 
     tokens: int
     output: int

@@ -171,9 +171,10 @@ class AdapterTable:
         return any(digest not in in_use for digest in self._resident)
 
     def make_resident(self, adapter: LoadedAdapter, in_use: Callable[[], Collection[str]]) -> int:
-        """Give an adapter a slot, and return the slot. If all slots are taken, another adapter loses its slot: the
-        one that was used longest ago, among those that running requests do not use. `in_use` returns the digests of
-        the adapters of running requests. `has_slot` or `may_evict` must be true."""
+        """Give an adapter a slot, and return the slot. If all slots are taken, another adapter loses its slot. Of the
+        adapters that no running request uses, this is the one that was used longest ago. `in_use` returns the digests
+        of the adapters of running requests. `has_slot` or `may_evict` must be true.
+        """
         slot = self._resident.get(adapter.digest)
         if slot is None:
             slot = self._free_slot(in_use)

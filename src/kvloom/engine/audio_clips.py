@@ -37,8 +37,9 @@ def wav_seconds(data: bytes) -> float:
 
 def clip_samples(clip: Any, rate: int) -> Samples:
     """Return the samples of a clip, between -1 and 1, as one channel with `rate` samples per second. `clip` is the
-    bytes of a WAV file, or a pair (samples, rate). These samples are one channel, or an array [channels, samples].
-    Raises ValueError for anything else."""
+    bytes of a WAV file, or a pair (samples, rate). The samples of a pair are one channel, or an array [channels,
+    samples]. Raises ValueError for anything else.
+    """
     if isinstance(clip, bytes | bytearray | memoryview):
         samples, own = _decoded(bytes(clip))
     elif isinstance(clip, Sequence) and len(clip) == 2 and isinstance(clip[1], int) and clip[1] > 0:
@@ -96,7 +97,8 @@ def _decoded(data: bytes) -> tuple[Samples, int]:
 
 def _resampled(samples: Samples, rate: int, target: int) -> Samples:
     """Convert samples from the sampling rate `rate` to the rate `target` (in Hz), by a windowed sinc filter. Raises
-    ValueError if the rates have no small ratio."""
+    ValueError if the ratio of the rates is not a fraction of small integers.
+    """
     import torch
 
     shared = math.gcd(rate, target)

@@ -545,7 +545,7 @@ class Engine:
 
     @property
     def encoder_tokens(self) -> int:
-        """If an encoder reads the prompt (T5, BART): the largest number of its tokens. 0 for other models."""
+        """Largest number of prompt tokens, in a model whose encoder reads the prompt (T5, BART). 0 for other models."""
         if not isinstance(self.vision, EncoderDecoder) or not self.vision.reads_text:
             return 0
         return self.vision.max_prompt_tokens or self.cache.max_tokens

@@ -36,7 +36,7 @@ EVENTS_TOPIC = "with --kv-events: topic of the events; {model} is the served nam
 ROLE = (
     "prefill: offer the pages of every prompt to other workers; decode: pull pages that prefill workers compute; "
     "encode: only encode images for other workers (needs --tier host:SIZE?share=PORT); "
-    "both: each request selects it (default: both; docs/disaggregation.md)"
+    "both: each request selects its role (default: both; docs/disaggregation.md)"
 )
 ENCODER = (
     "encode worker that encodes the images of requests: peer://HOST:PORT?secret=FILE, the address that it shares; "

@@ -39,12 +39,13 @@ _NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
-    """Pages of layer group `group_idx` were stored for consecutive blocks with the hashes `block_hashes`.
+    """Pages of layer group `group_idx` were stored for consecutive blocks with the hashes `block_hashes`. A partial
+    last block has a separate event, with a smaller `block_size`.
 
-    `parent_block_hash` is the hash of the block before them. None means that the first block starts the prompt.
-    `token_ids` are the tokens of all blocks, with `block_size` tokens per hash. The token ids stay encoded as msgpack
-    until `tokens` is read, so readers that need only hashes save time. A partial last block has a separate event, with
-    a smaller `block_size`. The other fields are those of vLLM's event.
+    - `parent_block_hash` is the hash of the block before them. None means that the first block starts the prompt.
+    - `token_ids` are the tokens of all blocks, with `block_size` tokens per hash. They stay encoded as msgpack until
+      `tokens` is read, so readers that need only hashes save time.
+    - The other fields are those of vLLM's event.
     """
 
     block_hashes: list[WireHash]

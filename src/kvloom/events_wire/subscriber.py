@@ -39,8 +39,12 @@ BATCHES_PER_TURN = 64
 
 @dataclass(slots=True)
 class Followed:
-    """Counts of one followed worker. `gaps` counts breaks in the sequence numbers, and `invalid` counts messages that
-    cannot be read. `retries` counts repeated requests for a snapshot that the worker did not answer. `is_synced` states that the index has all pages that the worker published."""
+    """Counts of one followed worker.
+
+    - `gaps` counts breaks in the sequence numbers, and `invalid` counts messages that cannot be read.
+    - `retries` counts repeated requests for a snapshot that the worker did not answer.
+    - `is_synced` states that the index has all pages that the worker published.
+    """
 
     batches: int = 0
     events: int = 0

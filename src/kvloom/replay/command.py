@@ -87,7 +87,7 @@ def arguments(parser: ArgumentParser) -> None:
     _add_cost_arguments(parser)
     _add_fleet_arguments(parser)
     add("--repeat", type=whole(1), default=1, metavar="N",
-        help="replay so many copies of the traces at once, as of other users (default: 1)")  # fmt: skip
+        help="replay N copies of the traces at once, as if they came from different users (default: 1)")  # fmt: skip
     add(
         "--seed",
         type=int,
@@ -130,15 +130,13 @@ def _add_cost_arguments(parser: ArgumentParser) -> None:
 def _add_fleet_arguments(parser: ArgumentParser) -> None:
     """Add the options of several workers: routes, roles, objectives, and the search for the fewest workers."""
     add = parser.add_argument
-    workers = "simulate so many workers behind a router; --capacity is that of each worker, and its eviction policy is lru"
+    workers = "simulate N workers behind a router; --capacity is the size of each worker, whose eviction policy is lru"
     add("--workers", type=whole(1), metavar="N", help=workers)
     route = "with --workers: kv (the router's own scoring) or round-robin; repeatable (default: both)"
     add("--route", action="append", default=[], choices=ROUTES, help=route)
     speed = "with --workers: divide the times between arrivals by this; repeatable (default: 1)"
     add("--speed", action="append", default=[], type=number(0, above=True), metavar="X", help=speed)
-    prefill = (
-        "with --workers: so many of them only compute prompts, the others only decode (default: 0, no roles)"
-    )
+    prefill = "with --workers: N of the workers only compute prompts, and the others only decode (default: 0, no roles)"
     add("--prefill", type=whole(0), default=0, metavar="N", help=prefill)
     link = "with --prefill or --plan: bytes per second from a prefill worker to decode workers (default: no limit)"
     add("--link", type=size, metavar="SIZE", help=link)
@@ -150,7 +148,7 @@ def _add_fleet_arguments(parser: ArgumentParser) -> None:
     add("--admission", action="append", default=[], choices=ADMISSIONS, help=admission)
     plan = "find the fewest workers, without roles and as prefill and decode workers, whose p99 meets the objectives"
     add("--plan", action="store_true", help=plan)
-    most = "with --plan: workers at most (default: 256)"
+    most = "with --plan: largest number of workers (default: 256)"
     add("--max-workers", type=whole(2), default=256, metavar="N", help=most)
     windows = (
         "with --plan: parts of the trace for which a switch of roles is considered (default: 4; 1: none)"

@@ -75,9 +75,11 @@ _NO_TOKENS = msgspec.Raw(b"\x90")
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Times and limits of a worker. `prefill_ms` and `decode_ms` are the coefficients of two polynomials for times in
-    milliseconds, the highest power first. The variable of the first is the number of prompt tokens in a step. The
-    variable of the second is the share of the pool that decoding requests occupy.
+    """Times and limits of a worker. `prefill_ms` and `decode_ms` are the coefficients of two polynomials, the highest
+    power first. Their results are milliseconds.
+
+    - `prefill_ms`: the variable is the number of prompt tokens in a step.
+    - `decode_ms`: the variable is the share of the pool that decoding requests occupy.
     """
 
     token_budget: int = 8192
@@ -143,10 +145,14 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. `cached` is the number of prompt tokens that were cached when the request first started.
-    `computed` is the number of prompt tokens that are cached or computed so far. `output` is the number of output
-    tokens so far. All three count tokens of the trace. `ids` are the tokens that represent the prompt in the simulated
-    cache.
+    """A request on a worker.
+
+    - `cached` is the number of prompt tokens that were cached when the request first started.
+    - `computed` is the number of prompt tokens that are cached or computed so far.
+    - `output` is the number of output tokens so far.
+    - `ids` are the tokens that represent the prompt in the simulated cache.
+
+    The first three count tokens of the trace.
     """
 
     number: int

@@ -32,9 +32,10 @@ of one role, although the two numbers affect each other. Together they may there
 class Window:
     """A part of the trace, and the number of prefill workers that is best for it (`prefill`).
 
-    The excess of a fleet is the 99th percentile of a time, divided by the objective of this time. Of TTFT and time
-    between tokens, the worse one counts. The fleet meets the objectives if its excess is at most 1. `excess` is the
-    excess with `prefill` prefill workers, and `planned_excess` the excess with the plan's number of prefill workers.
+    The excess of a fleet is the 99th percentile of a time, divided by the objective of this time. There is one such
+    ratio for TTFT and one for the time between tokens, and the larger counts. The fleet meets the objectives if its
+    excess is at most 1. `excess` is the excess with `prefill` prefill workers, and `planned_excess` the excess with the
+    plan's number of prefill workers.
     """
 
     start: float

@@ -66,8 +66,12 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Numbers about a tier. `hit_blocks` counts blocks of prompts that this tier had and no faster tier had.
-    `written_blocks` counts blocks written to the tier. `resident_blocks` counts blocks in the tier at the end."""
+    """Numbers about a tier.
+
+    - `hit_blocks` counts blocks of prompts that this tier had and no faster tier had.
+    - `written_blocks` counts blocks written to the tier.
+    - `resident_blocks` counts blocks in the tier at the end.
+    """
 
     name: str
     capacity_blocks: int
@@ -79,9 +83,13 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` has, for each request, the number of leading blocks that the device had. `tier_hits`
-    has, for each tier and request, the number of further leading blocks that this tier had and no faster tier had.
-    `asked` is the number of looked-up blocks. `evictions` counts blocks evicted from the device.
+    """Result of a replay.
+
+    - `hits` has, for each request, the number of leading blocks that the device had.
+    - `tier_hits` has, for each tier and request, the number of further leading blocks that this tier had and no faster
+      tier had.
+    - `asked` is the number of looked-up blocks.
+    - `evictions` counts blocks evicted from the device.
     """
 
     policy: str

@@ -24,8 +24,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Log to stderr. The lowest logged level is `level` for messages of kvloom, and for messages of other packages the
-    higher of `level` and warning. Does not replace handlers that the program has set.
+    """Log to stderr. `level` is the lowest level of logged messages of kvloom. For messages of other packages, the
+    lowest level is warning, or `level` if that is higher. Does not replace handlers that the program has set.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())

@@ -170,9 +170,9 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int, name: str) -> dict[str, Any]:
-    """Return the engine settings of one model, with its own event addresses. `number` is the index of the model.
-    `number` is added to the event ports, so that each model has separate ports. In the topic, `name` replaces
-    `{model}`, and the host name replaces `{host}`. Raises ValueError for other placeholders.
+    """Return the engine settings of one model, with its own event addresses. The index of the model, `number`, is added
+    to the event ports, so that each model has separate ports. In the topic, `name` replaces `{model}`, and the host
+    name replaces `{host}`. Raises ValueError for other placeholders.
     """
     if settings.get("kv_events") is None:
         return settings

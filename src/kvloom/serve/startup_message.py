@@ -20,8 +20,11 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that is ready. `facts` is the Ready message of its engine, and `pid` the engine's process id. `has_chat`
-    states whether the model supports chats. `role` is the role of the worker.
+    """A model that is ready.
+
+    - `facts` is the Ready message of its engine, and `pid` the engine's process id.
+    - `has_chat` states whether the model supports chats.
+    - `role` is the role of the worker.
     """
 
     name: str

@@ -58,8 +58,12 @@ def describe_outcome(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The counts of a tier at one time. `reads` and `writes` count objects by outcome since the tier was opened.
-    `tenants` has the bytes of each tenant with a share. `notes` are messages for the operator."""
+    """The counts of a tier at one time.
+
+    - `reads` and `writes` count objects by outcome since the tier was opened.
+    - `tenants` has the bytes of each tenant with a share.
+    - `notes` are messages for the operator.
+    """
 
     objects: int
     bytes: int

@@ -115,7 +115,7 @@ class WaitingPages:
         return stored
 
     def record_fault(self, name: str, verb: str, pages: int, reason: str) -> None:
-        """Count and log pages that are misses because of an error outside the tiers."""
+        """Count and log an error outside the tiers that made `pages` pages misses."""
         self.tiers.manager.fault_log.add(name, verb, "failed", pages, reason, time.monotonic())
 
     def close(self) -> None:

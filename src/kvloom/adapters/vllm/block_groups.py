@@ -39,9 +39,11 @@ _FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """One KV cache group of vLLM. `window` is the number of tokens that a query can read, including its own token.
-    `chunk` is the number of tokens in a chunk of chunked local attention. With `is_state`, a block contains the
-    recurrent state after its last token. A group with none of the three has full attention.
+    """One KV cache group of vLLM. A group without window, chunk and state has full attention.
+
+    - `window` is the number of tokens that a query can read, including its own token.
+    - `chunk` is the number of tokens in a chunk of chunked local attention.
+    - With `is_state`, a block contains the recurrent state after its last token.
     """
 
     index: int
@@ -71,8 +73,9 @@ class BlockGroup:
         return first // self.block_tokens
 
     def can_resume(self, start: int, position: int, found: Mask) -> bool:
-        """Return whether all blocks of this group that a prompt needs to resume at `position` exist. vLLM itself has
-        the blocks before token `start`. For each later block, `found` states whether a tier has it.
+        """Return whether a prompt can resume at `position`, as far as this group is concerned: all needed blocks must
+        exist. vLLM itself has the blocks before token `start`. For each later block, `found` states whether a tier has
+        it.
         """
         base = start // self.block_tokens
         first = max(0, self.first_block(position) - base)

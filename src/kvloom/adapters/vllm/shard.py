@@ -15,11 +15,12 @@ __all__ = ["Shard", "worker_count"]
 class Shard:
     """The part of the KV cache that one worker (one process) has.
 
-    `rank` is the number of the worker in its data-parallel replica. `process` is the number of the worker among the
-    workers of all replicas. In the URLs of tiers, `process` replaces the text `{rank}`, so each worker can have its own
-    disk folder. `text` contains the worker's tensor-parallel rank, its pipeline-parallel rank, and the numbers of these
-    ranks. Workers share stored pages only if they have the same `text`. Each data-parallel replica computes the same
-    pages from the same prompt, so the number of the replica is not in `text`.
+    - `rank` is the number of the worker in its data-parallel replica.
+    - `process` is the number of the worker among the workers of all replicas. In the URLs of tiers, `process` replaces
+      the text `{rank}`, so each worker can have its own disk folder.
+    - `text` contains the worker's tensor-parallel rank, its pipeline-parallel rank, and the numbers of these ranks.
+      Workers share stored pages only if they have the same `text`. Each data-parallel replica computes the same pages
+      from the same prompt, so the number of the replica is not in `text`.
     """
 
     rank: int

@@ -215,8 +215,8 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Start to load the pages of the longest prefix that tiers have into host memory. Returns False if tiers have
-        no prefix, or if recomputing is estimated to be faster.
+        """Start to load pages into host memory: the pages of the longest prefix that tiers have. Returns False if tiers
+        have no prefix, or if recomputing is estimated to be faster.
         """
         start = job.message.start
         positions = resume_positions(self._groups, start, job.message.end, job.found)

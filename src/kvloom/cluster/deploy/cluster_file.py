@@ -67,9 +67,10 @@ _KEYS = {
 class Group:
     """A group of equal processes: `kvloom serve` with one role, or `kvloom route`.
 
-    A process must be ready within `start_seconds`. Before it ends, it waits up to `drain_seconds` for its requests. A
-    replica is added when the load has required one for `scale_seconds`. A replica is removed when the load has not
-    required it for 10 times `scale_seconds`.
+    - `start_seconds` is the time within which a process must be ready.
+    - `drain_seconds` is the longest time for which a process that ends waits for its requests.
+    - `scale_seconds` is the time after which a higher load adds a replica. A lower load removes a replica after 10
+      times this time.
     """
 
     name: str

@@ -52,10 +52,12 @@ PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items
 
 
 class RouterApplication:
-    """An ASGI application over one fleet. Unless `is_public`, it serves only requests whose headers Host and Origin
-    have loopback names. The list of workers, the data of the dashboard and the indexer API require `admin_key`, unless
-    it is None. `max_body` limits the bytes of a request body, and `body_memory` those of all bodies in memory. A body
-    counts until its answer has ended. A body must arrive within `request_seconds`.
+    """An ASGI application over one fleet.
+
+    - Unless `is_public`, it serves only requests whose headers Host and Origin have loopback names.
+    - If `admin_key` is not None, the list of workers, the data of the dashboard and the indexer API require this key.
+    - `max_body` limits the bytes of a request body. A body must arrive within `request_seconds`.
+    - `body_memory` limits the bytes of all bodies in memory. A body counts until its answer has ended.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
     affinity = "seconds by which the cost of a session's last worker is reduced (default: 0.05)"
     add("--affinity-seconds", type=number(0), default=0.05, metavar="S", help=affinity)
     overload = (
-        "no affinity to a worker whose backlog exceeds the smallest backlog by more seconds (default: 2)"
+        "a worker gets no affinity if its backlog exceeds the smallest by more than S seconds (default: 2)"
     )
     add("--overload-seconds", type=number(0), default=2.0, metavar="S", help=overload)
     copies = "number of workers that should have each hot prefix, so that it survives the death of a worker (default: 1, no copies)"

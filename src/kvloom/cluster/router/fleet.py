@@ -65,9 +65,11 @@ class AdapterOffer:
 class Offer:
     """A model that one worker serves, as the worker reports it to the router.
 
-    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM),
-    or has not reported the name. The router then hashes the published tokens itself. `capacity` is the size of
-    the pool in tokens. `events` and `replay` are the addresses of the event stream."""
+    - `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM), or has
+      not reported the name. The router then hashes the published tokens itself.
+    - `capacity` is the size of the pool in tokens.
+    - `events` and `replay` are the addresses of the event stream.
+    """
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -163,8 +165,9 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model of the fleet: the index of cached blocks on all workers that serve the model, the scorer that chooses
-    among these workers, and the speed of their prefills."""
+    """One model of the fleet: its index of cached blocks on all workers, the scorer that chooses a worker, and the
+    speed of prefills.
+    """
 
     name: str
     index: FleetIndex
@@ -433,8 +436,8 @@ class Fleet:
 
     async def _withdraw(self, worker: Worker, *models: str) -> None:
         """Stop following the events of models that a worker no longer serves, and remove the worker's blocks from the
-        indexes of these models. Other tasks can run meanwhile. If the call is cancelled, it first removes the remaining
-        blocks without a pause.
+        indexes of these models. Other tasks can run between the removals. If the call is cancelled, it removes all
+        remaining blocks at once, and then ends.
         """
         removals: list[Iterator[None]] = []
         for model in models:

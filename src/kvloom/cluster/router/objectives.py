@@ -45,9 +45,13 @@ def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
 def predict(
     load: WorkerLoad, times: Sequence[float], token_budget: int, prompt: int, cached: int, now: float
 ) -> Prediction | None:
-    """Predict the TTFT and the time between tokens of a request on a worker. `load` contains the requests that this
-    router sent to the worker. `times` are the coefficients of the worker's step times. `prompt` and `cached` are the
-    numbers of prompt tokens and of cached prompt tokens. Returns None if the worker has not reported step times.
+    """Predict the TTFT and the time between tokens of a request on a worker.
+
+    - `load` contains the requests that this router sent to the worker.
+    - `times` are the coefficients of the worker's step times.
+    - `prompt` and `cached` are the numbers of prompt tokens and of cached prompt tokens.
+
+    Returns None if the worker has not reported step times.
     """
     if not times:
         return None

@@ -1,11 +1,11 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the block hashes that the workers
 compute.
 
-request                      hashes
-with token ids               block hashes, for each root (hash before the first block) that workers use
-text or chat                 block hashes, after a tokenizer or a worker's /tokenize has returned the tokens
-text without known tokens    hashes of 64-byte pieces of the text; show only which worker had this text before
-chat with images             hashes of 64-byte pieces; each image is replaced by a text of `image_tokens` tokens
+    request                      hashes
+    with token ids               block hashes, for each root (hash before the first block) that workers use
+    text or chat                 block hashes, after a tokenizer or a worker's /tokenize has returned the tokens
+    text without known tokens    hashes of 64-byte pieces of the text; show only which worker had this text before
+    chat with images             hashes of 64-byte pieces; each image is replaced by a text of `image_tokens` tokens
 """
 
 from __future__ import annotations
@@ -108,9 +108,12 @@ class PromptKeys:
 
 
 class PromptReader:
-    """Reads the prompts of requests. Texts are tokenised with the tokenizer.json in the folder `tokenizer`. A worker
-    tokenises chats and, if `tokenizer` is None, texts. If `uses_workers` is False, prompts that a worker would tokenise
-    are hashed as pieces of text instead. An image counts as `image_tokens` tokens.
+    """Reads the prompts of requests.
+
+    - `tokenizer` is a folder with a tokenizer.json, with which texts are tokenised. If it is None, a worker tokenises
+      texts. A worker always tokenises chats.
+    - If `uses_workers` is False, prompts that a worker would tokenise are hashed as pieces of text instead.
+    - An image counts as `image_tokens` tokens.
     """
 
     def __init__(

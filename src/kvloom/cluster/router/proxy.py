@@ -90,9 +90,12 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of a router. `requests` counts answers by path and status. `diverged_streams` counts streams that
-    ended because a second worker generated another text. `overhead` has the times from the arrival of a request until
-    it is sent to a worker. `ttft` has the times to first token of streams.
+    """The counters of a router.
+
+    - `requests` counts answers by path and status.
+    - `diverged_streams` counts streams that ended because a second worker generated another text.
+    - `overhead` has the times from the arrival of a request until it is sent to a worker.
+    - `ttft` has the times to first token of streams.
     """
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)

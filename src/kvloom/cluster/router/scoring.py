@@ -102,9 +102,11 @@ class _Sent:
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """The requests that this router sent to one worker. `capacity` is the size of the pool in tokens, or 0 if unknown.
-    `busy_until` is the time until which the worker computes its queued prompts. `adapters` are the LoRA adapters that
-    are on its device, or that a sent request uses.
+    """The requests that this router sent to one worker.
+
+    - `capacity` is the size of the pool in tokens, or 0 if unknown.
+    - `busy_until` is the time until which the worker computes its queued prompts.
+    - `adapters` are the LoRA adapters that are on its device, or that a sent request uses.
     """
 
     capacity: int = 0
@@ -201,8 +203,12 @@ BUSY_SECONDS = 30.0
 
 
 class Choice(NamedTuple):
-    """The chosen worker. `seconds` is the expected time to first token. `cached` is the number of prompt tokens that
-    the worker need not compute. `on_gpu` is the number of these tokens whose pages are on its GPU."""
+    """The chosen worker.
+
+    - `seconds` is the expected time to first token.
+    - `cached` is the number of prompt tokens that the worker need not compute.
+    - `on_gpu` is the number of these tokens whose pages are on its GPU.
+    """
 
     worker: str
     seconds: float

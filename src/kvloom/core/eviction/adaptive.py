@@ -1,10 +1,16 @@
 """Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
 A visit is one request's use of cached tokens. A later request that hits most tokens of a visit returns to the visit.
-Such a request is the next turn of the same conversation. The features of an entry are its number of uses, the time
-since its last use, its tenant, and the turn number and pause of its conversation. The number of new tokens and the
-finish reason of its last request are also features. From these features, `ReuseModel` predicts when an entry will be
-used again. This file chooses the samples for the model, and computes priorities from its predictions.
+Such a request is the next turn of the same conversation.
+
+`ReuseModel` predicts from these features when an entry will be used again:
+
+- the number of uses, and the time since the last use,
+- the tenant,
+- the turn number of the conversation, and the time since the previous turn,
+- the number of new tokens and the finish reason of the last request.
+
+This file chooses the samples for the model, and computes priorities from its predictions.
 
 | entry      | condition                                       | order of eviction                            |
 |------------|-------------------------------------------------|----------------------------------------------|

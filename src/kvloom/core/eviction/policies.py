@@ -170,8 +170,11 @@ class LearningPolicy(Policy, Protocol):
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that a request closed with `length` tokens. `visit` is the history that `on_open` returned for this
-        request. `path` contains the nodes of the request, deepest first. `ending` is the finish reason.
+        """Record that a request closed with `length` tokens.
+
+        - `visit` is the history that `on_open` returned for this request.
+        - `path` contains the nodes of the request, deepest first.
+        - `ending` is the finish reason.
         """
         ...
 

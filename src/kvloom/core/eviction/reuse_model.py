@@ -7,9 +7,11 @@ reason) and on its features.
 
     hazard(age, features) = baseline of the stratum at that age, times a factor for each feature value
 
-The baseline has one value per age bin. From 8 seconds on, each bin is a quarter longer than the previous
-bin, so the model can represent session timeouts. A sample without a next use so far counts as unused up to
-the present time. Uses after an eviction also count, because ghosts (records of evicted tokens) report them.
+- The baseline has one value per age bin. From 8 seconds on, each bin is a quarter longer than the previous bin, so the
+  model can represent session timeouts.
+- A sample without a next use so far counts as unused up to the present time.
+- Uses after an eviction also count, because ghosts (records of evicted tokens) report them.
+
 The model has no access to entries or pages.
 """
 

@@ -93,11 +93,14 @@ class ShadowLRU:
             self._total -= taken
 
     def count(self, gained: float, lost: float, looked_up: int, capacity: int) -> bool:
-        """Count a request. `gained` is the number of tokens that the policy hit and LRU would not have hit. `lost` is
-        the number of tokens that only LRU would have hit. `looked_up` is the number of tokens looked up.
+        """Count a request. Returns whether the policy was switched on or off.
 
-        `capacity` is the number of tokens in the full cache, or 0 if the cache is not full. Nothing is counted then.
-        Return whether the policy was switched on or off."""
+        - `gained` is the number of tokens that the policy hit and LRU would not have hit.
+        - `lost` is the number of tokens that only LRU would have hit.
+        - `looked_up` is the number of tokens looked up.
+        - `capacity` is the number of tokens in the full cache. If the cache is not full, `capacity` is 0 and nothing is
+          counted.
+        """
         if not capacity:
             return False
         self.capacity = capacity

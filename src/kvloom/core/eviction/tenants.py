@@ -145,8 +145,9 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count the release of pages that were in use. Of `idle` bytes in total, `freed` bytes are now free, and the
-        others are cached."""
+        """Count the release of pages that were in use. `idle` is the number of released bytes. `freed` of them are now
+        free, and the others are cached.
+        """
         self.in_use -= idle
         self.used -= freed
 
@@ -181,11 +182,13 @@ class Owner(NamedTuple):
 class Accounts:
     """The accounts of one pool. Undeclared tenants share the account of DEFAULT.
 
-    `public_bytes` limits the memory of public prefixes, which all tenants share. If `public_bytes` is 0, public
-    prefixes have no account, and requests cannot mark a prefix public. When public pages are allocated, cached public
-    pages are evicted to keep the limit. Pages in use are not evicted, so running requests may exceed the limit. The
-    public pages that a request uses count against the quota of its tenant. Tiers apply the limit like the quota of a
-    tenant.
+    `public_bytes` limits the memory of public prefixes, which all tenants share. If it is 0, requests cannot mark a
+    prefix public.
+
+    - When public pages are allocated, cached public pages are evicted to keep the limit. Pages in use are not evicted,
+      so running requests may exceed the limit.
+    - The public pages that a request uses count against the quota of its tenant.
+    - Tiers apply the limit like the quota of a tenant.
     """
 
     DEFAULT = ""

@@ -97,8 +97,9 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the number of a tenant. Owner codes contain this number. An owner code stands for a group and a
-        tenant. A new tenant, declared or not, gets the next free number, or OTHERS if none is free."""
+        """Return the number that stands for a tenant in owner codes. An owner code stands for a group and a tenant. A
+        new tenant gets the next free number, or OTHERS if none is free.
+        """
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)

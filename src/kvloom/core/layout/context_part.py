@@ -39,7 +39,7 @@ class ContextPart:
         return block_tokens // self.count
 
     def places(self, positions: Ints, block_tokens: int) -> Ints:
-        """Return the index in its page of the token at each position. -1 if another rank stores the token."""
+        """Return, for each position, the index of its token in the page, or -1 if another rank stores the token."""
         size = self.page_tokens(block_tokens)
         places = positions % block_tokens - self.rank * size
         return np.where((places >= 0) & (places < size), places, -1)
@@ -52,8 +52,9 @@ class ContextPart:
         return block * page_tokens + inside
 
     def positions(self, tokens: Ints, page_tokens: int) -> Ints:
-        """Return the positions of stored tokens. `tokens` are their indices among all tokens of the sequence that this
-        rank stores. `page_tokens` is the number of tokens of a page."""
+        """Return the positions of tokens in their sequence. `tokens` are the indices of these tokens among the tokens
+        that this rank stores. `page_tokens` is the number of tokens of a page.
+        """
         block, place = np.divmod(tokens, page_tokens)
         return (block * self.count + self.rank) * page_tokens + place
 

@@ -95,7 +95,9 @@ class Field:
 
     @property
     def axis_parts(self) -> tuple[int, ...]:
-        """Sizes of the parts of the shard axis. An axis without `parts` is one part. () without a shard axis."""
+        """Sizes of the parts of the shard axis. An axis without `parts` is one part. Without a shard axis, the result
+        is ().
+        """
         if self.shard_axis is None:
             return ()
         return self.parts or (self.shape[self.shard_axis],)
@@ -237,8 +239,8 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep: all tokens from the first one that
-        its last query sees.
+        """Return how many tokens a sequence of `length` tokens must keep. These are all tokens from the first token
+        that its last query sees.
         """
         return length - self.first_visible(length - 1) if length > 0 else 0
 

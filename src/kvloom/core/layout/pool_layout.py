@@ -5,12 +5,13 @@
     group B  |            one page             |   pages_per_slab = 1
 
 The layers of a group may be split over several pages of a block. A run is the set of layers that share one page. A
-block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each. If possible, the
-layout chooses the runs so that the pages of all groups have the same size. The slab size is a common multiple of the
-page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+block of a token group, or a state of a state group, owns `runs` pages of `run_layers` layers each.
 
-With several ranks, a rank has the runs of the whole model if possible. Ranks of different groups then store the
-same layers in a page, and can exchange pages.
+If possible, the layout chooses the runs so that the pages of all groups have the same size. The slab size is a common
+multiple of the page sizes. If there is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
+
+On several ranks, the layout uses the runs of the whole model if possible. Engines with different numbers of ranks then
+store the same layers in a page, and can exchange pages.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ def _is_divisible(spec: LayerSpec) -> bool:
 def _sizes(
     members: Mapping[LayerSpec, list[str]], tokens: Mapping[LayerSpec, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the bytes of a layer and the number of layers of each group."""
+    """Return (bytes of one layer, number of layers) for each group."""
     return tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
 
 
@@ -292,8 +293,9 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
 def _choose_like(
     whole: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...], granularity: int
 ) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Like `_choose`, with the runs that `_choose` returns for the sizes of the `whole` model. Return None if the slab
-    would be larger than a slab of the whole model."""
+    """Return the same as `_choose`, but with the runs that `_choose` selects for the `whole` model. Return None if the
+    slab would be larger than a slab of the whole model.
+    """
     most, cuts = _choose(whole, granularity)
     runs = [-(-count // runs) for (_, count), (runs, _) in zip(whole, cuts, strict=True)]
     steps = {
@@ -310,8 +312,10 @@ def _choose_like(
 
 
 def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tuple[float, int, int] | None:
-    """Return the cost, the runs and the page stride of a group in a slab, or None if its pages do not fit. `only` is the
-    number of layers of a page. By default, the number with the lowest cost is chosen."""
+    """Return how a group is cut into pages: the cost, the runs (pages per block) and the page stride. `layer` is the
+    number of bytes of a layer, `count` the number of layers, and `slab` the size of a slab. `only` sets the number of
+    layers of a page. By default, the number with the lowest cost is chosen. Returns None if no page fits.
+    """
     best = None
     for run in _run_lengths(count) if only is None else (only,):
         page = layer * run

@@ -1,11 +1,12 @@
-"""Tensor parallelism: the bytes of a page that one rank stores. Tiers store whole pages, so that every number of ranks can
-use them. With context parallelism, the rank has these bytes for some tokens of the block.
+"""Tensor parallelism: the bytes of a page that one rank stores. Tiers store whole pages, so that every number of ranks
+can use them. With context parallelism, the rank has these bytes for some tokens of the block.
 
     field of the whole model   | x: 64 channels | B: 16 | C: 16 |     parts of the shard axis
     page of rank 1 of 2        | x: 32 … 63 | B: 8 … 15 | C: 8 … 15 |
 
-A part of `whole` values has `whole / own` pieces of `own` values, and rank r has piece r * pieces // ranks. If there are
-fewer pieces than ranks, neighbouring ranks have the same piece, and the first of them writes it to the whole page.
+If a part has `whole` values and each rank stores `own` of them, there are `whole / own` pieces. Rank r stores piece r *
+pieces // ranks. If there are fewer pieces than ranks, neighbouring ranks have the same piece. The first of these ranks
+writes the piece to the whole page.
 """
 
 from __future__ import annotations
@@ -87,9 +88,12 @@ class TensorPart:
         return _merged(found)
 
     def _field_lines(self, field: Field, lines: int) -> list[tuple[int, int, int, bool]]:
-        """Return which lines of a field this rank has. A line has all tokens of a page, for one index of the axes
-        outside of the tokens. In a page, the shard axis is the outermost axis. Each entry is the first line in the
-        rank's page, the first line in the whole page, the number of lines, and whether no lower rank has them."""
+        """Return the lines of a field that this rank has. A line is the bytes of all tokens of a page, for one index of
+        the outer axes (for example one head).
+
+        Each entry of the result is (first line in the rank's page, first line in the whole page, number of lines,
+        whether no lower rank has these lines).
+        """
         if not field.whole_parts:
             return [(0, 0, lines, self.rank == 0)]
         found, mine, theirs, each = [], 0, 0, lines // field.shape[0]
@@ -106,7 +110,7 @@ class TensorPart:
 
 
 def _lines(field: Field) -> int:
-    """Return the number of lines of a field in a page: the product of the axes outside of the tokens."""
+    """Return the number of lines of a field in a page. `_field_lines` defines a line."""
     axes = field.axes("HND")
     return math.prod(field.shape[axis - 1] for axis in axes[: axes.index(0)])
 

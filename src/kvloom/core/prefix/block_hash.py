@@ -116,9 +116,11 @@ def media_hash(root: bytes, digest: bytes) -> bytes:
 
 
 def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> list[bytes]:
-    """Return the chain of block hashes of `data`: one hash for each HASH_TOKENS tokens. `parent` is the hash before the
-    first of them. `data` are token bytes that start at a multiple of HASH_TOKENS. `resolve` maps a negative id (a media
-    token) to its digest. Without `resolve` there must be no media tokens.
+    """Return the chain of block hashes of `data`: one hash for each HASH_TOKENS tokens.
+
+    - `parent` is the parent of the first hash.
+    - `data` are token bytes that start at a multiple of HASH_TOKENS.
+    - `resolve` maps a negative id (a media token) to its digest. Without `resolve` there must be no media tokens.
     """
     raw = bytes(data)
     whole = len(raw) // _UNIT_BYTES * _UNIT_BYTES

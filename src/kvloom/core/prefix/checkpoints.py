@@ -219,9 +219,10 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict window pages of a node that no checkpoint needs and that are not in use, in at most `most` of its
-        blocks. `window` is the index of the windowed layer group in `self.windows`. `reason` is published with the
-        event. If the node still has unneeded pages afterwards, queue it again."""
+        """Evict the unneeded window pages in at most `most` blocks of a node. A page is unneeded if no checkpoint needs
+        it and it is not in use. `window` is the index of the windowed layer group in `self.windows`. `reason` is
+        published with the event. If the node still has unneeded pages afterwards, queue it again.
+        """
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

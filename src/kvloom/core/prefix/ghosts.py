@@ -14,8 +14,12 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """The record of an evicted entry. `when` is the time of the eviction. `reason` is the name of the policy that
-    evicted the entry. `history` is the policy's history of the entry."""
+    """The record of an evicted entry.
+
+    - `when` is the time of the eviction.
+    - `reason` is the name of the policy that evicted the entry.
+    - `history` is the policy's history of the entry.
+    """
 
     when: float
     reason: str

@@ -38,11 +38,12 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of
-    the eviction and `policy` the name of the policy.
+    """Where a lookup ended (`position`), and why (`reason`). If the next pages were evicted, `when` is the time of the
+    eviction and `policy` the name of the policy.
 
-    `matched` is 0 except in the miss of a load plan (`LoadPlan.miss`). There, tiers have full-attention pages up to the
-    later position `matched`, but the prompt cannot resume at that position."""
+    `matched` is 0 except in the miss of a load plan (`LoadPlan.miss`). In that case, tiers have full-attention pages up
+    to the later position `matched`, but the prompt cannot resume at that position.
+    """
 
     reason: str
     position: int
@@ -56,10 +57,14 @@ class Miss(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """How the blocks of a prompt are hashed. `root` is the parent of the first block hash. Images are cached under
-    `media_root`, the root hash of the tenant. The first `public` tokens are a public prefix. `media` contains the
-    images of the prompt, and its marks. A mark replaces one token in the block hashes. Hashes from this token on
-    depend on the tenant (after a public prefix) or on an activated LoRA."""
+    """How the blocks of a prompt are hashed.
+
+    - `root` is the parent of the first block hash.
+    - `media_root` is the root hash of the tenant, under which images are cached.
+    - `public` is the number of tokens of the public prefix.
+    - `media` contains the images of the prompt, and its marks. A mark replaces one token in the block hashes. Hashes
+      from this token on depend on the tenant (after a public prefix) or on an activated LoRA.
+    """
 
     root: bytes
     media_root: bytes

@@ -1,10 +1,12 @@
 """Images and other media: ids for their placeholder tokens, and media runs.
 
-Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest itself.
-Layers on the media axis have one media run per image: the pages of that image. Cross attention reads the run while the
-sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts. The
-first token to which an activated LoRA applies also gets a negative id (`activation_mark`), and so does the first token
-after a public prefix (`private_mark`).
+**Ids.** Each content digest gets a negative token id, which is valid only in this process. Block hashes use the digest
+itself. Two other tokens also get a negative id: the first token to which an activated LoRA applies (`activation_mark`),
+and the first token after a public prefix (`private_mark`).
+
+**Media runs.** Layers on the media axis have one media run per image: the pages of that image. Cross attention reads
+the run while the sequence is open. Embeddings are read until the image's tokens are computed. Both stay cached for
+later prompts.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ class OffloadSource:
 
     def mark_step(self, now: float, moved: bool) -> None:
         """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
-        inside the pool since the last mark. The new mark then counts as the last and as the second last mark. An
-        offload of age 1 or 2 therefore waits for these copies."""
+        inside the pool since the last mark. The mark then counts twice, as the last and as the second last mark, so
+        that an offload of age 1 or 2 waits for these copies.
+        """
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]

@@ -96,8 +96,9 @@ class EventPublisher:
         return text if begin >= node.start else self._text_before(node, node.start - begin) + text
 
     def _tokens(self, text: bytes) -> bytes:
-        """Return tokens of the tree as events contain them. The tree has negative ids for media tokens, which only
-        this process can interpret. Each of them is replaced by a checksum of the image's content."""
+        """Return the token bytes `text` for an event. In the tree, media tokens have negative ids, which only this
+        process can interpret. Here, a checksum of the image's content replaces each of them.
+        """
         if not self._media_ids.used or not loops.any_negative(text):
             return text
         ids = np.frombuffer(text, "<i4").copy()
@@ -190,8 +191,9 @@ class EventPublisher:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
-        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens that is in one of the blocks `rows`
-        and ends in `node`."""
+        """Return (hash, parent hash, end) for each unit of HASH_TOKENS tokens in some blocks of a node. `rows` are the
+        numbers of these blocks. Units whose last token is outside the node are left out.
+        """
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block

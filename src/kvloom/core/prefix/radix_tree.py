@@ -174,9 +174,12 @@ class RadixTree(Checkpoints):
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Merge `rows` (page ids, one row per block) into the pages of a node that already has the same tokens. The
-        node takes the pages that it lacks. For the other pages of its full blocks, the node's page ids are written into
-        `rows`. `rows` starts at the first block of the node. The published tokens end at `stop`."""
+        """Merge newly computed pages into a node that already has the same tokens. `rows` has their page ids, one row
+        per block, from the first block of the node on. The published tokens end at `stop`.
+
+        - The node takes the pages that it lacks.
+        - For the other pages of its full blocks, the node keeps its own pages, and their ids are written into `rows`.
+        """
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:

@@ -191,8 +191,8 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
     """Release a sequence's pages that are now outside a window. Published pages stay cached, and other pages become
     free.
 
-    Exception: if the live states cover fewer tokens than the sequence has, the remaining tokens are computed again, so
-    pages in their windows are kept.
+    Exception: the live states may cover fewer tokens than the sequence has. The remaining tokens are then computed
+    again, so pages in their windows are kept.
     """
     row, table, tree = seq.row, state.block_tables, state.tree
     length = int((table.state_length if state.has_states else table.length)[row])

@@ -157,8 +157,9 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _public_rows(state: CacheState, seq: Sequence, length: int, blocks: int, copy_tail: int) -> int:
-    """Return how many of the blocks that `_wants` counts are public. `blocks` is the number of new blocks, and
-    `copy_tail` is 1 if the partial block is copied."""
+    """Return how many blocks belong to a public prefix, among the blocks to allocate for a sequence of `length` tokens.
+    `blocks` is the number of new blocks, and `copy_tail` is 1 if the partial block is also copied.
+    """
     owners = seq.owners
     if not owners.public_blocks:
         return 0

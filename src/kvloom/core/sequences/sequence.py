@@ -49,8 +49,9 @@ class ColdRun:
     """Consecutive cold blocks. `pages` contains their page ids in host memory, indexed [blocks, columns]. Columns of
     windowed groups are unused.
 
-    `last_hash` is the block hash of the last block, or None. `users` is the number of sequences that share the run: a
-    sequence and its forks. `on_release` is called when the last of them releases the run.
+    - `last_hash` is the block hash of the last block, or None.
+    - `users` is the number of sequences that share the run: a sequence and its forks.
+    - `on_release` is called when the last of them releases the run.
     """
 
     pages: Ids

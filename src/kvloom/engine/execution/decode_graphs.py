@@ -96,9 +96,12 @@ class DecodeVariant(NamedTuple):
 
 
 class DecodeGraphs:
-    """One model's CUDA graphs for decode steps of up to `rows` sequences. `stage` builds the batches.
-    `forward(batch, None)` runs the model and returns logits for all tokens. `chosen` are the tokens that the previous
-    step sampled. `shared` is None if graphs read shared pages like other pages.
+    """One model's CUDA graphs for decode steps of up to `rows` sequences.
+
+    - `stage` builds the batches.
+    - `forward(batch, None)` runs the model and returns logits for all tokens.
+    - `chosen` are the tokens that the previous step sampled.
+    - `shared` is None if graphs read shared pages like other pages.
     """
 
     def __init__(

@@ -1,9 +1,12 @@
 """CUDA graphs of steps with drafts. One graph computes a whole step in which each request has a few tokens.
 
-A graph computes a fixed number of tokens, one of SIZES. It accepts up to as many requests as tokens. A request may have
-up to `DraftGraphs.longest` tokens. If a step has fewer tokens than the graph, requests of one token each are added as
-padding. The remaining requests of the graph are empty. One pass computes all tokens of a request. In the same pass,
-recurrent layers store the state before the draft (`StateRows.stored`).
+- A graph computes a fixed number of tokens, one of SIZES, for at most as many requests.
+- A request may have up to `DraftGraphs.longest` tokens.
+- If a step has fewer tokens than the graph, requests of one token each are added as padding. The remaining requests of
+  the graph are empty.
+
+One pass computes all tokens of a request. In the same pass, recurrent layers store the state before the draft
+(`StateRows.stored`).
 """
 
 from __future__ import annotations

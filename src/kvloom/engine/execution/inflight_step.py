@@ -37,9 +37,10 @@ class PrefillChunks(NamedTuple):
 class InflightStep:
     """A step that runs on the device, and its results, which are still being copied to the host.
 
-    `work` is the scheduled work of the step. `tokens` are the sampled tokens, one for each of `requests`. `prompts`
-    are the log-probabilities of prompt tokens. `event` completes when all results are on the host. It is None on a
-    CPU.
+    - `work` is the scheduled work of the step.
+    - `tokens` are the sampled tokens, one for each of `requests`.
+    - `prompts` are the log-probabilities of prompt tokens.
+    - `event` completes when all results are on the host. It is None on a CPU.
     """
 
     work: list[Scheduled]
@@ -72,9 +73,12 @@ class InflightStep:
     ) -> InflightStep:
         """Start to copy the results of a launched step to the host, and return the in-flight step. Does not wait.
 
-        The first `decoding` entries of `work` are decoding requests with one token each. `requests` are the requests
-        of the sampled tokens, and `drafts` their drafts. `sampled`, `prompts` and `embeddings` are results on the
-        device: sampled tokens, prompt log-probabilities and embeddings. `launched` is the time of the launch.
+        The first `decoding` entries of `work` are decoding requests with one token each.
+
+        - `requests` are the requests of the sampled tokens, and `drafts` their drafts.
+        - `sampled`, `prompts` and `embeddings` are results on the device: sampled tokens, prompt log-probabilities and
+          embeddings.
+        - `launched` is the time of the launch.
         """
         tokens, logprobs = sampled.tokens, sampled.logprobs
         prompts_of = [

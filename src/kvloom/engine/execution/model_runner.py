@@ -438,8 +438,9 @@ class ModelRunner:
         return logits
 
     def _adapter_rows(self, batch: Batch) -> list[AdapterRows]:
-        """Return the adapters of all tokens of a step. If the step is divided, also return those of the own tokens.
-        Empty if the step uses no adapter."""
+        """Return the adapter of each token of a step. If the step is divided between ranks, also return the adapters of
+        this rank's tokens. The list is empty if the step uses no adapter.
+        """
         every = batch.adapters
         if every is None:
             return []

@@ -81,9 +81,12 @@ class _Pull:
 
 class HandOver:
     """Pulls the pages of one request from a prefill worker into this worker's host memory, while the prefill worker
-    computes the prompt. `needed` is the result of `needed_pages`. `peer` is the index in `transfers.queues` of the
-    prefill worker's queue. `public` has the hashes of pages of a public prefix. If no new page arrives for `patience`
-    seconds, the hand-over ends."""
+    computes the prompt. If no new page arrives for `patience` seconds, the hand-over ends.
+
+    - `needed` is the result of `needed_pages`.
+    - `peer` is the index in `transfers.queues` of the prefill worker's queue.
+    - `public` has the hashes of pages of a public prefix.
+    """
 
     def __init__(
         self,
@@ -161,8 +164,9 @@ class HandOver:
             self._progress_at = now
 
     def _pull(self, lookup: TierLookup, now: float) -> None:
-        """Start to load the pages that a lookup has found. Loads only the entries of `needed_pages` before the first
-        entry with a missing page."""
+        """Start to load the pages that a lookup has found. Stops at the first entry of `needed_pages` with a missing
+        page.
+        """
         found = {
             key
             for objects, here in zip(lookup.objects, lookup.found, strict=True)

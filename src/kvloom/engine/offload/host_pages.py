@@ -6,15 +6,15 @@ The arena is the memory of the host tier. On a GPU it is pinned, and copies run 
 copy is done when the call returns. This module uses page ids and offsets in the arena. It does not depend on
 hashes or requests.
 
-With several ranks the arena is shared memory. A page in it is a page of the whole model, as on one rank. Each rank
-copies its heads and channels (tensor parallelism) or its tokens (context parallelism). Tiers store whole pages, so
+With several ranks the arena is shared memory. A page in the arena is a page of the whole model, as on one rank. Each
+rank copies its heads and channels (tensor parallelism) or its tokens (context parallelism). Tiers store whole pages, so
 engines with any number of ranks share them:
 
     one page in the arena   | layer 0: heads 0-3 | layer 0: heads 4-7 | layer 1: heads 0-3 | layer 1: heads 4-7 | …
     copied by                 rank 0               rank 1               rank 0               rank 1
 
-Bytes that several ranks have are offloaded by the first of them, and all load them. Examples are latents of MLA with
-tensor parallelism, and windows and states with context parallelism.
+If several ranks have the same bytes, the first of them offloads these bytes, and all of them load these bytes. Examples
+are latents of MLA with tensor parallelism, and windows and states with context parallelism.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ def open_host(
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier for the pages of `layout` (`PoolLayout.whole`). Its slab size is a multiple of the layout's slab
-    size. For a GPU its memory is pinned. Returns the tier and its shared memory, or None instead of the shared memory.
+    size. For a GPU its memory is pinned. Returns the tier, and its shared memory or None.
 
-    With `shared`, other processes on this host may map the memory and read it. With several `ranks`, the processes of
-    the ranks may also write to it. Without `shared`, one rank uses no shared memory. If the system has no shared
-    memory, one rank runs without it, and several ranks raise ValueError.
+    - With `shared`, other processes on this host may map the memory and read it.
+    - With several `ranks`, the memory is always shared, and the processes of the ranks may also write to it.
+    - If the system has no shared memory, one rank runs without it, and several ranks raise ValueError.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -286,8 +286,9 @@ Event = torch.cuda.Event | FinishedEvent | RankEvent
 
 
 class RangeRun(NamedTuple):
-    """Ranges of equal size and distance, as in `PageRange`: their size and number, the first range in the page of a rank
-    and the distance to the next, and the same in the whole page."""
+    """Several ranges of equal size and distance. The fields are the size and number of the ranges, the first range, and
+    the distance between ranges. The last two exist twice: for the page of a rank, and for the whole page.
+    """
 
     size: int
     number: int
@@ -299,7 +300,8 @@ class RangeRun(NamedTuple):
 
 class HostPages:
     """Runs copies between one pool and the arena of one host tier. `part` is the part of every page that the pool has.
-    `ranks` repeats the copies on the other ranks. It is None on one rank, and on every rank but 0."""
+    `ranks` repeats the copies on the other ranks. Only rank 0 of several ranks has `ranks`. Otherwise it is None.
+    """
 
     def __init__(
         self,
@@ -483,7 +485,8 @@ def _copy_run(
     run: RangeRun,
 ) -> None:
     """Copy a run of ranges of some pages. `to` and `at` are the offsets of the first range of each page. `to_step` and
-    `at_step` are the distances of the ranges."""
+    `at_step` are the distances between ranges.
+    """
     if run.number < _MIN_RUN:
         for index in range(run.number):
             copy_pages(target, to + index * to_step, source, at + index * at_step, run.size)

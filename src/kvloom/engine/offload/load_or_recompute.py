@@ -4,7 +4,7 @@
 
 The request computes its prompt from the start while pages load from the end. When both meet, the request resumes after
 the loaded tokens. Estimated times decide only how many tokens the next step computes, and whether the request waits.
-They do not affect the output. If an estimate is wrong, the request waits in vain for a bounded time. The caller passes
+They do not affect the output. If an estimate is wrong, the request loses a bounded time by waiting. The caller passes
 the time of the clock.
 """
 

@@ -97,10 +97,11 @@ class WatchedTier(NamedTuple):
 class OffloadManager:
     """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
 
-    `places` are the tiers after host memory, fastest first. `host_write` is the write policy of host memory, or None
-    if no host tier is configured. With `exclusive` and the write policy "back", host memory evicts pages first that the
-    pool has, too. `apply_copies` runs the pending copies inside the pool. `ranks` are the other ranks of a
-    tensor-parallel group.
+    - `places` are the tiers after host memory, fastest first.
+    - `host_write` is the write policy of host memory, or None if no host tier is configured.
+    - With `exclusive` and the write policy "back", host memory first evicts the pages that are also in the pool.
+    - `apply_copies` runs the pending copies inside the pool.
+    - `ranks` are the other ranks of a tensor-parallel group.
     """
 
     def __init__(
@@ -441,11 +442,11 @@ class OffloadManager:
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start queued offloads. If a step has `finished`, record the time since `started` as the time of this
-        step. `inflight` is the step that runs now.
+        """Start queued offloads. If a step has `finished`, record the time since `started` as the time of this step.
+        `inflight` is the step that runs now.
 
-        If no step has finished and no step runs, but requests wait for pages (`is_waiting`) or a prefetch is in
-        progress, sleep until a page may have arrived, or a copy may have released its pages.
+        If the engine has no step to run or to finish, but requests wait for pages (`is_waiting`) or a prefetch is in
+        progress, sleep. The sleep ends when a page may have arrived, or when a copy may have released its pages.
         """
         self._offer_pages()
         self.flush()  # do not wait for the next step, which may start much later
@@ -507,8 +508,8 @@ class OffloadManager:
                 self._offering[request] = request.computed
 
     def _start_hand_over(self, request: Request, match: Match) -> bool:
-        """Start to pull the pages of a request from the prefill worker that computes them. Return False if no tier is
-        that worker, or if this worker already has all pages.
+        """Start to pull the pages of a request from the prefill worker that computes them. Return False if that worker
+        is not configured as a tier, or if this worker already has all pages.
         """
         assert request.awaits_peer is not None
         peer = peer_queue(self.transfers, request.awaits_peer)
@@ -583,7 +584,7 @@ class OffloadManager:
         return self._copy_to_pool(job, match) if job.copy is None else self._finish_copy(job)
 
     def _new_job(self, request: Request, match: Match) -> LoadJob | None:
-        """Create the load job of a waiting request. Return None if no tier can have pages for it."""
+        """Create the load job of a waiting request. Return None if tiers cannot have any pages for the request."""
         if not self._may_load(request, match):
             return None
         query = self.cache.loading.first_query(match)

@@ -60,8 +60,8 @@ class _PendingOffload:
 class PageOffloader:
     """Offloads the pages of one cache to host memory, from where the other tiers get them. `writes` contains the write
     policies of all tiers. A page is copied to host memory as soon as one of these policies requires it. With
-    `exclusive`, host memory evicts pages first that the pool has, too. They are offloaded again if the pool evicts
-    them.
+    `exclusive`, host memory first evicts the pages that are also in the pool. These pages are offloaded again if the
+    pool evicts them.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """If `lossy`, record that requests with this root hash accept lossy pages: pages that a tier has re-encoded to
-        int8 or fp8. Call this method before these requests compute.
+        """If `lossy`, record that requests with the root hash `root` accept lossy pages: pages that a tier has
+        re-encoded to int8 or fp8. Call this method before these requests compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:

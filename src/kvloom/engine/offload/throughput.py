@@ -47,7 +47,7 @@ class TimeModel:
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
-        """Lower the estimate by a tenth after a load was refused because of it.
+        """Lower the estimate by a tenth. Call this method after a load was refused because of the estimate.
 
         A refused load is not measured. Without this correction, a single slow measurement could prevent all later
         loads.

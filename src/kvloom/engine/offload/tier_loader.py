@@ -202,7 +202,7 @@ class TierLoader:
         """Request the pages of a job from tiers, in chunks.
 
         If the request must load all pages, these pages form one chunk. Otherwise only the pages from token
-        `_first_token` on are requested, because the request computes the tokens before it meanwhile.
+        `_first_token` on are requested. The request computes the earlier tokens while these pages load.
         """
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None

@@ -117,9 +117,10 @@ def load_ranks(
     progress: bool = False,
     threads: int | None = None,
 ) -> tuple[Any, Any, RankGroup | None]:
-    """Load a model. Return the model, its tokenizer or None, and the group of the other ranks. With tensor
-    parallelism, the model is the part that rank 0 computes. On one rank, the group is None. The caller passes the
-    group to the engine. `model`, `dtype`, `device`, `load_format` and `progress` are arguments of `load`."""
+    """Load a model. Return the model, its tokenizer or None, and the group of the other ranks, which the caller passes
+    to the engine. With tensor parallelism, the model is the part that rank 0 computes. On one rank, the group is None.
+    `config` and `threads` configure the ranks. The other arguments are those of `load`.
+    """
     if config.rank_count == 1:
         return *load(model, dtype, device, load_format, progress), None
     group = RankGroup(model, config, dtype, device, load_format, threads)
@@ -141,8 +142,9 @@ def load_ranks(
 
 
 class DraftMirror:
-    """The mirror of the runner of a draft model or head. Only rank 0 runs draft steps, so this mirror sends nothing to the other
-    ranks. It records the block table entries that a draft step changes, for the next step of the target."""
+    """A mirror repeats the steps of a runner on the other ranks. Only rank 0 runs the draft model or head, so this
+    mirror sends nothing. It records the block table entries that a draft step changes, for the next step of the target.
+    """
 
     def __init__(self, writer: StepWriter) -> None:
         self._writer = writer

@@ -111,9 +111,10 @@ def _bytes(ids: Ids) -> bytes:
 
 
 class RankHost:
-    """The host tier in the process of a rank. `shard` is the rank's part of the weights. `report` sends the number of the
-    last finished copy to rank 0. On a GPU copies end later, so another thread calls it. `fail` is called by this thread
-    if a copy fails."""
+    """The host tier in the process of a rank. `shard` is the rank's part of the weights. `report` sends the number of
+    the last finished copy to rank 0. On a GPU, copies end later. A separate thread then calls `report`, or `fail` if a
+    copy fails.
+    """
 
     def __init__(
         self,

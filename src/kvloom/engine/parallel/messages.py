@@ -123,7 +123,7 @@ class MoveTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @classmethod
     def of(cls, places: Many[Ints]) -> MoveTokens:
-        """Return the message of some places."""
+        """Return the message for `places`."""
         return cls([each.tobytes() for each in places])
 
     def read(self) -> list[Ints]:
@@ -246,8 +246,12 @@ class StepWriter:
 
 
 class RankSequence(msgspec.Struct, frozen=True):
-    """A sequence in the process of a rank. `row` is its row in the block tables. `serial` identifies the sequence,
-    because a later sequence may get the same row. `length` and `state_length` are its lengths before the step."""
+    """A sequence in the process of a rank.
+
+    - `row` is its row in the block tables.
+    - `serial` identifies the sequence, because a later sequence may get the same row.
+    - `length` and `state_length` are its lengths before the step.
+    """
 
     row: int
     serial: int

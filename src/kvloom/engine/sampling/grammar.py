@@ -190,8 +190,11 @@ class GrammarState:
         return states
 
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
-        """Store the answer of the grammar process. `mask` has the allowed next tokens. `accepts` means that the output
-        may end here, and `done` that it must end. `error` is the reason if no token is allowed.
+        """Store the answer of the grammar process.
+
+        - `mask` has the allowed next tokens.
+        - `accepts` means that the output may end here, and `done` that it must end.
+        - `error` is the reason if no token is allowed.
         """
         self.pending = False
         self.mask, self._error, self._done, self._accepts = mask, error, done, accepts

@@ -70,7 +70,9 @@ class Admission:
         self._typical += (request.output_count - self._typical) / MEMORY
 
     def refresh(self) -> None:
-        """Drop the projection of this step. Call this at the start of a step, and when a request starts to load."""
+        """Forget the projected pages of this step, so that the next call of `fits` computes them again. Call this at
+        the start of a step, and when a request starts to load.
+        """
         self._projections = None
 
     def fits(
@@ -132,9 +134,9 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return how many blocks of `running` requests can become cold: can be moved from the pool to host memory. A
-        request that is or may become long counts with all its blocks in the pool except the last `resident_tokens`
-        tokens. Other requests do not count.
+        """Return how many blocks of `running` requests can become cold (move from the pool to host memory). Only
+        requests that are long or may become long count, with all their blocks in the pool except the last
+        `resident_tokens` tokens.
         """
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
@@ -168,8 +170,8 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool has enough slabs at each of several future times. `pages` [classes, times] is the
-        number of pages of each size class that are needed then.
+        """Return whether the pool has enough slabs at several future times. `pages` [classes, times] is the number of
+        pages of each size class that are needed at each time.
         """
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs

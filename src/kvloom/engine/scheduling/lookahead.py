@@ -49,9 +49,10 @@ class Lookahead:
                 self._protect(request)
 
     def chunk_published(self, request: Request, start: int) -> None:
-        """Record that a running prompt has published the pages of a chunk, which begins at `start`. Protect these pages,
-        too, for queued requests that share this part of the prompt. Otherwise the next allocation could evict them,
-        because a policy may evict pages first that were used once."""
+        """Protect the pages that a running prompt has just published, for queued requests that share this part of the
+        prompt. The published chunk begins at `start`. Without the protection, the next allocation could evict the
+        pages, because a policy may first evict pages that were used only once.
+        """
         if self._protected:
             for other in [*self._protected.get(self._next_block_hash(request, start), {}).values()]:
                 self.unprotect(other)

@@ -394,13 +394,15 @@ class Scheduler:
         next_blocks: set[NextBlock | None],
         deferred: list[Request],
     ) -> bool:
-        """Return whether a waiting request stays in the queue because of another request. The other request
-        computes or loads the next block of the waiting request, or will take a checkpoint at which the waiting
-        request can resume.
+        """Return whether a waiting request stays in the queue because of another request. The other request computes or
+        loads the next block of the waiting request, or will take a checkpoint at which the waiting request can resume.
 
-        The waiting request is the last of `deferred`. If the other request loads the block, the waiting request
-        leaves `deferred` and waits for this load (`WaitingQueue.wait_behind`). Otherwise it stays in `deferred`. If
-        `deferred` has more than MAX_DEFERRED requests, the waiting request does not wait, and False is returned.
+        `waiting` is the last request of `deferred`:
+
+        - If the other request loads the block, `waiting` leaves `deferred` and waits for this load
+          (`WaitingQueue.wait_behind`).
+        - If `deferred` has more than MAX_DEFERRED requests, `waiting` does not wait, and False is returned.
+        - Otherwise `waiting` stays in `deferred`.
         """
         if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
             if self._queue.wait_behind(waiting, next_block):
@@ -887,11 +889,13 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for
-        `count` tokens. Return whether any block became cold. The long request with the most blocks in the pool is
-        tried first. A request that may become long is also tried, if it has more blocks in the pool than admission
-        projects. It becomes long when its blocks become cold. If `request` would exceed the quota of its tenant,
-        only requests of this tenant are tried."""
+        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for `count`
+        tokens. Return whether any block became cold.
+
+        The long request with the most blocks in the pool is tried first. A request that may become long is also tried,
+        if it has more blocks in the pool than admission projects. It then becomes long. If `request` would exceed the
+        quota of its tenant, only requests of this tenant are tried.
+        """
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False

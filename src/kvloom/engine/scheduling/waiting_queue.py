@@ -29,9 +29,11 @@ UNWEIGHTED = 1 / 16
 
 
 class TenantQueue:
-    """The waiting requests of one tenant by rank, and the service that the tenant received. `running` is the number
-    of its running requests. `service` is the number of its computed tokens divided by `weight`. `short` is the
-    number of bytes that its next request lacked in the last step.
+    """The waiting requests of one tenant by rank, and the service that the tenant received.
+
+    - `running` is the number of its running requests.
+    - `service` is the number of its computed tokens divided by `weight`.
+    - `short` is the number of bytes that its next request lacked in the last step.
     """
 
     __slots__ = ("account", "heap", "running", "service", "short", "weight")

@@ -253,12 +253,12 @@ class Controller:
         others: int,
         replays: bool = False,
     ) -> list[int]:
-        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or
-        if the step should run without drafts.
+        """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
+        the step should run without drafts. All drafts together have at most `rows` tokens.
 
-        `estimates` has the estimate of each request, and `most` the length of its longest possible draft. All
-        drafts together have at most `rows` tokens. `others` is the number of tokens of other requests in the step.
-        `replays` means that recurrent layers compute accepted tokens again in the next step.
+        - `estimates` has the estimate of each request, and `most` the length of its longest possible draft.
+        - `others` is the number of tokens of other requests in the step.
+        - `replays` means that recurrent layers compute accepted tokens again in the next step.
         """
         count, plain = len(estimates), len(estimates) + others
         none = [0] * count

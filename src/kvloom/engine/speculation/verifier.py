@@ -10,9 +10,12 @@ child that equals the sampled token, until no child equals it.
 
 Sampling at position j uses the request's seed and the number of tokens before the position. Penalties, masks and
 grammar are applied for the tokens before the position. An accepted token is therefore the token that plain decoding
-samples. Lookups do not use the noise, so their draft token is accepted with the target's probability of this token, as
-in rejection sampling. A draft model samples with the same noise (`noise.py`). If the distributions of both models
-agree, both choose the same token.
+samples.
+
+- A lookup does not use the sampler's noise. Its draft token is accepted with the target's probability of this token, as
+  in rejection sampling.
+- A draft model samples with the same noise as the target (`noise.py`). If the distributions of both models agree, both
+  choose the same token.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ def find_shared_runs(
     saves tokens * (sequences - 1) token reads. A range is left out if it saves fewer than `min_saved` token reads, or
     if it has fewer than `min_run` tokens.
 
-    `tables` is [sequences, blocks]. `written` is the number of tokens of each sequence that are in pages, without
-    the queries of this step. `depth` is the largest number of shared runs per sequence.
+    - `tables` is [sequences, blocks].
+    - `written` is the number of tokens of each sequence that are in pages, without the queries of this step.
+    - `depth` is the largest number of shared runs per sequence.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens

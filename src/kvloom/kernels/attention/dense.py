@@ -42,12 +42,12 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim]. Return the
-    outputs and their natural log-sum-exps.
+    """Compute attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim]. Return the outputs
+    and their natural log-sum-exps. With causal attention, the last query of a sequence sees all its keys.
 
-    `starts` ([sequences + 1], on the host) contains the index in q of each sequence's first query. `k_starts`
-    contains the same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence
-    sees all its keys. `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
+    - `starts` ([sequences + 1], on the host) contains the index in q of each sequence's first query.
+    - `k_starts` contains the same for k and v, and defaults to `starts`.
+    - `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
     """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)

@@ -77,12 +77,14 @@ class _Blocks:
 
 
 class PrefillPlan:
-    """Computes attention of packed queries under one visibility rule (`span`).
+    """Computes attention of packed queries under one visibility rule (`span`). By default, the plan chooses a backend
+    and a tile for each step.
 
-    By default, the plan chooses a backend and a tile for each step. `backend`, `tile` and `gathered_tile` override
-    these choices. `tile` is for attention over pages, and `gathered_tile` for attention over contiguous copies of K and
-    V. `libraries` are external attention libraries. The plan times these libraries and our kernels, and the fastest
-    computes the step. The default is all installed libraries, or none if a backend or tile is given.
+    - `backend` overrides the choice of the backend.
+    - `tile` overrides the tile for attention over pages, and `gathered_tile` the tile for attention over contiguous
+      copies of K and V.
+    - `libraries` are external attention libraries. The plan times these libraries and our kernels, and the fastest
+      computes the step. The default is all installed libraries, or none if a backend or tile is given.
     """
 
     def __init__(

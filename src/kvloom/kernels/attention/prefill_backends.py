@@ -8,10 +8,11 @@ does not import Triton.
 | cudnn       | a contiguous copy per sequence, | half precision; sinks. Runs torch's cuDNN operator, which  |
 |             | in batches of equal size        | is the fastest for large batches                           |
 
-To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that some query
-of the step sees are gathered. If no sequence of a step is longer than the window, attention is treated as full. cuDNN
-takes 40 milliseconds on the host to plan a new size. cuDNN is therefore used only for round sizes (see
-`cudnn_batches`). The chunks of a prompt often have the same round size, so such a plan is used again.
+- To gather is to copy tokens from pages to contiguous memory. If the layer has a window, only the tokens that some
+  query of the step sees are gathered.
+- If no sequence of a step is longer than the window, attention is treated as full.
+- cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for round sizes (see
+  `cudnn_batches`). The chunks of a prompt often have the same round size, so such a plan is used again.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ A query row is one query head of one query token."""
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The sequences of a step, on the host. `starts` has the index in q of each sequence's first query. `lengths`
-    is the number of tokens of each sequence, including its queries. `context_lengths` is the number of tokens
-    before the queries."""
+    """The sequences of a step, on the host.
+
+    - `starts` has the index in q of each sequence's first query.
+    - `lengths` is the number of tokens of each sequence, including its queries.
+    - `context_lengths` is the number of tokens before the queries.
+    """
 
     starts: Ints
     lengths: Ints
@@ -179,8 +183,9 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for the `chosen` sequences, which have many queries. All other sequences run over pages.
 
-    `span` is the visibility rule of the layer, or full if no sequence is longer than the window. `plain` means that
-    there is no softcap, no image and no scale. `cudnn` states whether cuDNN is available.
+    - `span` is the visibility rule of the layer, or full if no sequence is longer than the window.
+    - `plain` means that there is no softcap, no image and no scale.
+    - `cudnn` states whether cuDNN is available.
     """
     gathers = (
         plain

@@ -51,9 +51,12 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch of sequences of equal size. `copies` lists the tokens to gather from pages. `places` lists, for each
-    sequence, where its queries are in the batch and in q. `triton_gathered` describes the fields of both lists.
-    `first` is the index in q of the batch's first query."""
+    """One batch of sequences of equal size. `triton_gathered` describes the fields of both lists.
+
+    - `copies` lists the tokens to gather from pages.
+    - `places` lists, for each sequence, where its queries are in the batch and in q.
+    - `first` is the index in q of the batch's first query.
+    """
 
     group: CudnnBatch
     copies: torch.Tensor

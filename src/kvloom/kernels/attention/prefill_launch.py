@@ -54,8 +54,8 @@ def attend_blocks(
     split blocks are written to `parts` and `part_lse`. `ids` are the image ids of the queries, or None. `scales` is the
     kind of page scales (see `check_call`).
 
-    `span` is used instead of the visibility rule in `mask`. `span` is the same rule, or full attention if no sequence
-    is longer than the window.
+    `span` replaces the visibility rule in `mask`. It is the same rule, or full attention if no sequence is longer than
+    the window.
     """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
@@ -155,9 +155,10 @@ def merge_parts(
     """Merge the attention results `a` and `b` over two sets of tokens into packed `out` and `lse`. Without `b`, only
     `a` is copied.
 
-    `a` and `b` are [batch, tokens, heads, dim] with a dense last dimension. Their log-sum-exps are [batch, tokens,
-    heads]. `places` lists, for each sequence, where its queries are in the batch and in `out` (see
-    `triton_gathered`). `longest` is the largest number of queries of one sequence.
+    - `a` and `b` are [batch, tokens, heads, dim] with a dense last dimension. Their log-sum-exps are [batch, tokens,
+      heads].
+    - `places` lists, for each sequence, where its queries are in the batch and in `out` (see `triton_gathered`).
+    - `longest` is the largest number of queries of one sequence.
     """
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](

@@ -141,10 +141,13 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """The sequences of a call, split into pieces. Each array has one value per piece. A piece is `queries`
-    consecutive queries of the sequence with the index `row`. `query` is the index in q of the first query, and
-    `position` its position in the sequence. The piece reads `blocks` blocks of the sequence, starting at block
-    number `block`."""
+    """The sequences of a call, split into pieces. Each array has one value per piece.
+
+    - `row` is the index of the sequence.
+    - `queries` is the number of queries, which are consecutive.
+    - `query` is the index in q of the first query, and `position` its position in the sequence.
+    - `block` is the first block of the sequence that the piece reads, and `blocks` the number of blocks.
+    """
 
     row: Ints
     query: Ints

@@ -42,7 +42,11 @@ def stored_tokens(end, PAGE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constex
 
 @triton.jit
 def tree_position(TREES, rows, own, last, mine):
-    """Return the position of each query of a draft tree, read from TREES (see `mask.Mask`). `rows` has the offset of
-    each query's row in TREES. `last` has the slot of each query, which is its token index in the sequence. `own` has
-    the slot of the sequence's first query. `mine` marks the queries to read."""
+    """Return the position of each query of a draft tree, read from TREES (see `mask.Mask`).
+
+    - `rows` has the offset of each query's row in TREES.
+    - `last` has the slot of each query, which is its token index in the sequence.
+    - `own` has the slot of the sequence's first query.
+    - `mine` marks the queries to read.
+    """
     return own + tl.load(TREES + rows + last - own, mask=mine & (last >= 0), other=1).to(tl.int32) - 1

@@ -157,10 +157,10 @@ def step(
     """Process one unit: add the `BN` tokens at `t` to the running softmax of the tile's query rows. `ok` marks the
     tokens in [lo, hi).
 
-    BOUNDS is a bit mask of the limits to check for each query row (1 last visible token, 2 first visible token).
-    Without CHECK, every query row sees every token. SMALL means few query rows. Scores are then [tokens, rows], so that
-    the tokens fill the longer dimension of a tensor-core instruction. The tensor cores then read K and V from shared
-    memory, not from registers.
+    - BOUNDS is a bit mask of the limits to check for each query row: 1 for the last visible token, 2 for the first.
+    - Without CHECK, every query row sees every token.
+    - SMALL means few query rows. Scores are then [tokens, rows], so that the tokens fill the longer dimension of a
+      tensor-core instruction, which reads K and V from shared memory, not from registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE

@@ -2,20 +2,21 @@
 """The work list on the device: kernels that divide segments into tiles and units, distribute them evenly, and merge
 partial results.
 
-A segment is a token range [lo, hi) of one sequence, with the queries that read it. A segment is divided into tiles of
-`BM` query rows (a query row is one query head of one query token). Each tile is divided into units of `BN` tokens. The
-units of all tiles are numbered consecutively. A lane is an equal share of these units. For each KV head, one program
-processes the lane:
+- A segment is a token range [lo, hi) of one sequence, with the queries that read it.
+- A tile is a part of a segment: `BM` query rows. A query row is one query head of one query token.
+- A unit is a part of a tile: `BN` tokens. The units of all tiles are numbered consecutively.
+- A lane is an equal share of these units. For each KV head, one program processes the lane:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        units of a lane = ceil(units / lanes)
 
 All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile takes as long as about TOLL
-units, so TOLL is added to the number of units of each tile. The result of a tile inside one lane is written to the
-output. If a tile is split between lanes, each partial result is written to `slot = tile + lane`, which is different for
-every part. A merge joins the parts by log-sum-exp. The device makes the list from lengths, so a captured graph works
-for any lengths.
+units, so TOLL is added to the number of units of each tile.
+
+The result of a tile inside one lane is written to the output. If a tile is split between lanes, each partial result is
+written to `slot = tile + lane`, which is different for every part. A merge joins the parts by log-sum-exp. The device
+makes the list from lengths, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -62,10 +63,15 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
     """Add attention sinks to the softmax of a tile of query rows. A sink is a learned logit of a head, without a value,
-    so it only increases the sum of softmax weights. `SINKS` points to one sink per head. `head` is the head of each
-    row, and `mine` masks the rows that the tile really has. `norm` is 1 / (sum of weights), by which the caller
-    multiplies its weighted sum of values. `log` is the base-2 logarithm of the sum of weights. Returns the new `norm`
-    and `log`."""
+    so it only increases the sum of softmax weights.
+
+    - `SINKS` points to one sink per head.
+    - `head` is the head of each row, and `mine` masks the rows that the tile really has.
+    - `norm` is 1 / (sum of weights), by which the caller multiplies its weighted sum of values.
+    - `log` is the base-2 logarithm of the sum of weights.
+
+    Returns the new `norm` and `log`.
+    """
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -163,10 +163,11 @@ class LayerCall:
         If one program reads all tokens of a tile, the result is final. With `direct`, final results are written to
         `out`. All other results are partial, and are written to `work.parts`.
 
-        `bounds` states which limits the kernel checks for each query row: 1 is the last visible token, 2 the first
-        visible token, and 3 both. `members` contains the indices of the queries that read a shared run. Without
-        `members`, the queries of a tile are consecutive. With `beside`, this launch runs at the same time as the
-        previous launch, and ends after that launch.
+        - `bounds` states which limits the kernel checks for each query row: 1 is the last visible token, 2 the first
+          visible token, and 3 both.
+        - `members` contains the indices of the queries that read a shared run. Without `members`, the queries of a tile
+          are consecutive.
+        - With `beside`, this launch runs at the same time as the previous launch, and ends after that launch.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale

@@ -5,12 +5,15 @@ request.
              | token | position | source | table row | length | patched | new pages … | states … | shift |
     tables   [columns, sequences, blocks]: the block tables on the device, one column per page of a block
 
-A request gets at most one new block per step. `patched` is the number of this block, or -1. `new pages` are the page
-ids of the block, which the launch writes to `tables`. `table row` is the line of the request in each block table.
-`source` is the index of the request in the previous step. The input token is the token that the previous step sampled
-for the request, which may not be on the host yet. If `source` is -1, the input token is `token`. `states` are the
-request's state pages. `shift`, which only some models need, is the shift of rotary positions by images. CPU tensors
-run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the step.
+- `source` is the index of the request in the previous step. The input token is the token that the previous step sampled
+  for the request, which may not be on the host yet. If `source` is -1, the input token is `token`.
+- `table row` is the line of the request in each block table.
+- `patched` is the number of the request's new block, or -1. A request gets at most one new block per step.
+- `new pages` are the page ids of this block, which the launch writes to `tables`.
+- `states` are the request's state pages.
+- `shift` is the shift of rotary positions by images. Only some models need it.
+
+CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that a graph can capture the step.
 """
 
 from __future__ import annotations

@@ -48,12 +48,14 @@ def elastic_buffer(
 
 
 class ElasticBuffer:
-    """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them.
+    """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them. `tensor` is a
+    one-dimensional uint8 tensor over all slabs. Not thread-safe: one thread must map and unmap.
 
-    `tensor` is a one-dimensional uint8 tensor over all slabs. Only mapped slabs may be accessed. On a GPU, access to an
-    unmapped slab faults and destroys the CUDA context of the process. On a CPU, such an access reads zeros. Slab 0
-    always has memory, because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map
-    and unmap. Views keep the addresses alive. `close` frees everything at once and invalidates all views.
+    - Only mapped slabs may be accessed. On a GPU, access to an unmapped slab faults and destroys the CUDA context of
+      the process. On a CPU, such an access reads zeros.
+    - Memory is uninitialised.
+    - Slab 0 always has memory, because padding refers to page 0.
+    - Views keep the addresses alive. `close` frees everything at once and invalidates all views.
     """
 
     def __init__(

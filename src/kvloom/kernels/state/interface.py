@@ -222,14 +222,15 @@ def delta_rule(
     gates: DeltaGates | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule. q and k are [tokens, key heads, dk], v is [tokens, value heads, dv], and g and beta
-    are [tokens, value heads]. The result has the shape of v.
+    are [tokens, value heads]. The result has the shape of v. Value head h belongs to key head h // (value heads / key
+    heads).
 
-    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
-    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
-    heads). `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale` (default
-    dk ** -0.5).
-
-    With `gates`, g and beta are the inputs of the gates, [tokens, key heads, value heads per key head].
+    - `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
+      Kimi). None means no decay.
+    - `beta` is 1 by default.
+    - `normalise` divides each vector of q and k by its Euclidean norm. Then q is multiplied by `scale` (default dk **
+      -0.5).
+    - With `gates`, g and beta are the inputs of the gates, [tokens, key heads, value heads per key head].
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(

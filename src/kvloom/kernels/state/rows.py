@@ -18,11 +18,12 @@ A `StateRows` is built once per step. All layers of one block table use the same
 | batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of  |
 |                 |                 | a sequence into chunks                                                         |
 
-Sequences run in parallel. A page that one sequence writes must not be read or written by another sequence of the call.
-The caller therefore splits a prompt at its snapshots and makes one call per part. A sequence without tokens stores the
-state from which it begins. Batch-invariant calls run token by token, and the state is rounded to the dtype of its page
-after every token. Decode steps run faster in a separate call than together with long sequences. Tokens after the last
-value of `starts` are padding, and their outputs are undefined.
+- Sequences run in parallel. A page that one sequence writes must not be read or written by another sequence of the
+  call. The caller therefore splits a prompt at its snapshots and makes one call per part.
+- A sequence without tokens stores the state from which it begins.
+- Batch-invariant calls run token by token. The state is rounded to the dtype of its page after every token.
+- Decode steps run faster in a separate call than together with long sequences.
+- Tokens after the last value of `starts` are padding, and their outputs are undefined.
 """
 
 from __future__ import annotations

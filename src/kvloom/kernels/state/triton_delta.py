@@ -308,10 +308,12 @@ def _token(
     q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """Load the inputs of one token: the elements `line` of its query and key, and the elements `column` of its
-    value. Elements from index `lines` (query and key) or `columns` (value) on are 0. Returns query, key, value,
-    decay (0 without DECAY) and beta (1 without BETA). If `some` is false, there is no token, and loads of beta
-    or of a decay per head return 0."""
+    """Load the inputs of one token. Returns query, key, value, decay (0 without DECAY) and beta (1 without BETA).
+
+    - `line` are the elements of query and key to load. Elements from index `lines` on are 0.
+    - `column` are the elements of the value to load. Elements from index `columns` on are 0.
+    - If `some` is false, there is no token, and loads of beta or of a decay per head return 0.
+    """
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)

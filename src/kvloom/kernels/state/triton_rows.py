@@ -2,10 +2,12 @@
 
 """Common parts of the recurrent kernels: small functions, and the search for the sequence and pages of a program.
 
-A call in chunks has one program per chunk of each sequence, but the host does not read the number of chunks. A
-place is the index of a chunk in the launch grid. The chunks of sequence s start at place `starts[s] // CHUNK + s`.
-Places are distinct and at most `tokens // CHUNK + sequences`. A program finds its sequence by comparing its place
-with all starts. The grid depends only on sizes, so a captured graph works for any lengths.
+A call in chunks has one program per chunk of each sequence. The host does not read the lengths of sequences, so it does
+not have the number of chunks. It launches `tokens // CHUNK + sequences` programs, which is always enough.
+
+A place is the index of a chunk in this launch grid. The chunks of sequence s start at place `starts[s] // CHUNK + s`,
+so places are distinct. A program finds its sequence by comparing its place with all starts. The grid depends only on
+sizes, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations

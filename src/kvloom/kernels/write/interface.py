@@ -47,13 +47,15 @@ def write(
     norm: RMSNorm | None = None,
 ) -> None:
     """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding. With `norm`, the dims of `k` that
-    are not rotated are normalised.
+    are not rotated are normalised. The call does not detect two tokens with the same slot, or slots beyond the last
+    page.
 
     K and V are quantised for int8 and fp8 pages. If the scales are in pages, the call computes one float32 scale per
     token and head, and stores the scale in the page. The scale is amax / 127 for int8, and amax / 448 for fp8. With
-    static scales, values are clamped to the range. Values are multiplied by the inverse scale in float32 and rounded
-    half to even. Kernel and reference store the same bytes. The call does not detect two tokens with the same slot, or
-    slots beyond the last page.
+    static scales, values are clamped to the range.
+
+    Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference store the same
+    bytes.
     """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):

@@ -35,8 +35,9 @@ SMALLEST_RUN = 16
 
 
 class _Columns(NamedTuple):
-    """Where the parts of a joined product are. Each part has a first column, and the distance between the columns of
-    two key heads."""
+    """The positions of the parts in a joined product: for each part, its first column, and the number of columns
+    between two key heads.
+    """
 
     runs: ColumnRuns | None
     z: tuple[int, int]
@@ -128,8 +129,9 @@ def fuse_delta_mixer(module: Any) -> bool:
 
 
 def _interleaved(module: Any) -> _Columns | None:
-    """Return the columns of a module whose projection has q, k, v and z of the first key head, then those of the
-    second key head, and so on. Return None if the runs of columns are too short for the kernels."""
+    """Return the columns of a module whose projection interleaves heads: q, k, v and z of the first key head, then
+    those of the second key head, and so on. Return None if the runs of columns are too short for the kernels.
+    """
     keys, each = module.num_k_heads, module.num_v_heads // module.num_k_heads
     dim, values = module.head_k_dim, each * module.head_v_dim
     step, size = 2 * (dim + values), gcd(dim, values)

@@ -241,10 +241,13 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. `posts` is
-    empty, or has two norms: one normalises the output of attention, the other the output of the MLP, before the output
-    is added to x. `after` is the first norm of the next layer, or None. With `posts`, the launch that adds the MLP
-    output also applies `after` to x. This result is stored as an attribute of x, so it is freed with x.
+    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
+
+    - `posts` is empty, or has two norms: one normalises the output of attention, the other the output of the MLP,
+      before the output is added to x.
+    - `after` is the first norm of the next layer, or None.
+    - With `posts`, the launch that adds the MLP output also applies `after` to x. This result is stored as an attribute
+      of x, so it is freed with x.
     """
 
     def __init__(

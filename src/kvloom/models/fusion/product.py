@@ -85,8 +85,9 @@ def registered(layer: Any) -> Product | None:
 
 
 def product_of(layer: nn.Linear) -> Product:
-    """Return the product that computes a linear layer. If the layer is not fused, its forward is replaced by a new
-    product. A layer whose outputs are summed over ranks keeps its forward, which calls the product."""
+    """Return the `Product` that computes a linear layer. If the layer has none, create one, and let it replace the
+    forward of the layer. A layer whose outputs are summed over ranks keeps its forward, which calls the product.
+    """
     found = registered(layer)
     if found is not None:
         return found

@@ -96,14 +96,15 @@ def load(
     ranks: RankGroups | None = None,
     whole_output: bool = False,
 ) -> tuple[Any, Any | None]:
-    """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one. With `ranks`, return the part of the model that this rank computes; every rank must call this function. If the
-    ranks divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
-    vocabulary, unless `whole_output` is set, which a draft head needs.
+    """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is one.
+    With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
+    `progress` shows bars on stderr.
 
-    With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
-    dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
-    checks run before any weight is read.
+    With `ranks`, return the part of the model that this rank computes. Every rank must call this function. If the ranks
+    divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
+    vocabulary. With `whole_output`, which a draft head needs, it computes all logits.
+
+    Raises ModelError if a file is missing or the model cannot run. These checks run before any weight is read.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
     if ranks is not None and ranks.context is not None:
@@ -435,8 +436,9 @@ def _reading_by_tensor() -> Iterator[None]:
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a CPU tensor in another dtype, in memory from numpy. Torch's allocator may round each tensor up to whole
-    huge pages, so that a model needs up to a third more memory."""
+    """Return a CPU tensor in another dtype, in memory that numpy allocates. Torch's allocator may round each tensor up
+    to whole huge pages, so that a model needs up to a third more memory.
+    """
     if dtype is None or tensor.dtype == dtype:
         return tensor
     size = tensor.numel() * dtype.itemsize
@@ -534,9 +536,12 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
 
 
 def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) -> None:
-    """Let the ranks divide the context of every sequence. If each rank has all weights of `model`, it computes the logits
-    of only a part of the vocabulary. With `whole_output`, which a draft head needs, it computes all logits. Raises
-    ModelError if the attention of the model cannot be divided."""
+    """Let the ranks divide the context of every sequence. Raises ModelError if the attention of the model cannot be
+    divided.
+
+    If ranks do not also divide the weights, each rank computes the logits of a part of the vocabulary. With
+    `whole_output`, which a draft head needs, each rank computes all logits.
+    """
     _check_context(model)
     if ranks.weights is None and ranks.context is not None:
         set_whole(model, WholeModel(model.config))

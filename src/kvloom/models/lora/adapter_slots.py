@@ -118,10 +118,13 @@ class AdapterSlots:
 
     @contextmanager
     def step(self, *rows: AdapterRows) -> Iterator[None]:
-        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. No `rows` means no
-        adapters. If ranks divide the tokens of a step, some layers get all tokens, and others only the tokens of this
-        rank. `rows` then has two elements with different numbers of tokens, one for each case. Several engines, each with its own slots, may share the model. On entry, the products of the model
-        therefore get the terms of this object's slots."""
+        """Return a context for one execution of the model, in which tokens use the adapters of `rows`. Without `rows`,
+        no adapters are used. If ranks divide the tokens of a step, `rows` has two elements: one for layers that get all
+        tokens, and one for layers that get only the tokens of this rank.
+
+        On entry, the low-rank terms of this object's slots are set in the model, because several engines with their own
+        slots may share the model.
+        """
         if vars(self._model).get(OWNER) is not self:
             for product, term in self._terms:
                 product.term = term
@@ -204,7 +207,9 @@ class AdapterSlots:
 
 
 def _short(name: str) -> str:
-    """Return the name of a layer without the names of the modules around the decoder."""
+    """Return the name of a layer from its decoder layer on, such as `layers.3.mlp.up_proj`. Other names are returned
+    unchanged.
+    """
     match = _LAYER.search(name)
     return name if match is None else match[1]
 

@@ -437,8 +437,9 @@ class BatchBuilder:
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False, adapted: bool = False) -> Batch:
         """Return the batch for the capture of a CUDA graph that computes `rows` sequences of one token each. The graph
-        computes the tensors of this batch from the uploaded numbers, so every replay uses the numbers of the last
-        `send_singles`. With `adapted`, the sequences may use adapters."""
+        computes the tensors of this batch from the numbers that `send_singles` uploads, so every replay uses the last
+        upload. With `adapted`, the sequences may use adapters.
+        """
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -463,8 +464,9 @@ class BatchBuilder:
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
         """Return the batch for the capture of a CUDA graph with space for `tokens` tokens. The graph computes the
-        tensors of this batch from the uploaded numbers, so every replay uses the numbers of the last `send`. `bounds`
-        and `sizes` of the batch are placeholders."""
+        tensors of this batch from the numbers that `send` uploads, so every replay uses the last upload. `bounds` and
+        `sizes` of the batch are placeholders.
+        """
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -585,7 +587,8 @@ class BatchBuilder:
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """Return, for each sequence, the number of its one changed block and the page ids of this block. The number is
         -1 if no block has changed. If several blocks of a sequence have changed, upload their page ids here, and return
-        -1. `rows` are the line numbers of the sequences in the block tables."""
+        -1. `rows` are the row numbers of the sequences in the block tables.
+        """
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -596,8 +599,9 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some sequences. `rows` are their line numbers in the block tables. `first` is
-        the number of the first block to upload for each sequence."""
+        """Upload the block tables of some sequences. `rows` are their row numbers in the block tables. `first` is the
+        number of the first block to upload for each sequence.
+        """
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -669,7 +673,7 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """Return the batch, computed on the device from the uploaded numbers."""
+        """Return the batch. The device computes it from the numbers that were uploaded for this step."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
         parts.append(rows if self._shifted else 0)

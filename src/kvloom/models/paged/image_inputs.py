@@ -22,9 +22,12 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image or audio clip, and the digest of its content. `read` states whether the embeddings may be
-    loaded from tiers, and `store` whether they may be stored in tiers. `tenant` is the owner of the embeddings.
-    `embeddings` ([tokens, hidden]) are set if an encode worker computed them."""
+    """The model inputs of one image or audio clip, and the digest of its content.
+
+    - `read` states whether the embeddings may be loaded from tiers, and `store` whether they may be stored in tiers.
+    - `tenant` is the owner of the embeddings.
+    - `embeddings` ([tokens, hidden]) are set if an encode worker computed them.
+    """
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
@@ -39,10 +42,11 @@ class ImageInputs:
     """The images of a prompt. `places` are the prompt positions of all image tokens. Image `i` has the positions
     `places[bounds[i] : bounds[i + 1]]`. `media` describes the images to the cache.
 
-    `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if rotary positions equal
-    token positions. The rotary position of a later token is its token position plus `shift`. `whole` states that no
-    step may end inside an image. `cross_attended` states that tokens after an image may see it in cross-attention
-    layers. `is_prompt` states that the image is the text of the request, which an encoder reads.
+    - `axes` ([3, tokens up to the end of the last image]) are rotary positions, or None if rotary positions equal token
+      positions. The rotary position of a later token is its token position plus `shift`.
+    - `whole` states that no step may end inside an image.
+    - `cross_attended` states that tokens after an image may see it in cross-attention layers.
+    - `is_prompt` states that the image is the text of the request, which an encoder reads.
     """
 
     images: tuple[Image, ...]

@@ -77,9 +77,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """The sequences of a step that are not expanded. `queries` selects their queries in the step, and `rows` their
-    rows of the block tables. `bounds` has the index of each sequence's first query among the selected queries.
-    `lengths` has the number of tokens of each sequence."""
+    """The sequences of a step that are not expanded.
+
+    - `queries` selects their queries in the step, and `rows` their rows of the block tables.
+    - `bounds` has the index of each sequence's first query among the selected queries.
+    - `lengths` has the number of tokens of each sequence.
+    """
 
     bounds: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -208,8 +211,9 @@ class ExpandedPlan:
     ) -> None:
         """Write attention of all expanded sequences to `out` [tokens, heads, dim of v].
 
-        `query` [tokens, heads, dim] are the packed queries of the whole step. `latents` [pages, tokens, dim] are the
-        layer's pages, and `tables` its block tables. `weight` [heads, dims, rank] projects latents to keys and values.
+        - `query` [tokens, heads, dim] are the packed queries of the whole step.
+        - `latents` [pages, tokens, dim] are the layer's pages, and `tables` its block tables.
+        - `weight` [heads, dims, rank] projects latents to keys and values.
         """
         block, (heads, wide, rank) = latents.shape[1], weight.shape
         v_dim = out.shape[2]

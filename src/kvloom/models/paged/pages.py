@@ -433,7 +433,9 @@ class Pages(EmptyCache):
         return out
 
     def expands_latents(self, layer_idx: int, query: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return whether long prompts of this step are expanded in an MLA layer. `weight` is the up-projection."""
+        """Return whether long prompts of this step read expanded keys and values in an MLA layer (see `latents`).
+        `weight` is the up-projection.
+        """
         if self._expanded is None:
             batch = self.batch
             plain = not (batch.replayed or self._piece or torch.compiler.is_compiling())
@@ -524,9 +526,10 @@ class Pages(EmptyCache):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over pages whose blocks are divided between ranks. Every rank reads its part
-        of the blocks. The results of all ranks are merged by log-sum-exp. Sinks count only on rank 0. If the step is
-        divided, `query` has all tokens of the step, and the result only own tokens."""
+        """Return attention of packed queries over pages whose blocks are divided between ranks. Every rank reads its
+        part of the blocks. The results of all ranks are merged by log-sum-exp. Sinks count only on rank 0. If the step
+        is divided, `query` has all tokens of the step, and the result only the tokens of this rank.
+        """
         part, ranks = self.layout.part, self._ranks
         assert ranks is not None
         mask = Mask(plan.span, softcap, None if part.rank else sinks, self.batch.trees, part=part)

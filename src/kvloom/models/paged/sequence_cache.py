@@ -328,9 +328,10 @@ class Qwen4Cache(SequenceCache):
 class EncoderDecoderSequenceCache(SequenceCache):
     """The cache of one sequence of an encoder-decoder model. All layers of the decoder have full attention.
 
-    The decoder reads the encoder's output through cross attention. Its K and V are set by `fill_encoder`. Without
-    them, the model computes them from the encoder's hidden states, which `set_encoder_states` sets. A new cache has
-    the hidden states of one token, which are zeros."""
+    The decoder reads the encoder's output through cross attention. `fill_encoder` sets the K and V of the encoder's
+    tokens. If they are not set, the model computes them from the encoder's hidden states, which `set_encoder_states`
+    sets. A new cache has the hidden states of one token, which are zeros.
+    """
 
     def __init__(self, model: Any) -> None:
         from transformers import DynamicCache, EncoderDecoderCache

@@ -106,7 +106,7 @@ class Ranks:
             x.copy_(sent)
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks give."""
+        """Return the smallest `number` of all ranks."""
         return int(self.gather(torch.tensor([number], dtype=torch.int64, device=self.device)).min())
 
     def abort(self) -> None:

@@ -1,5 +1,6 @@
-"""What a rank knows of the whole model: its config, and some values of each whole weight. A fingerprint of these values does
-not depend on the number of ranks, so engines with different numbers of ranks find the same pages in tiers.
+"""The data of the whole model that a rank keeps: the config, and some values of each whole weight. A fingerprint of
+these values does not depend on the number of ranks, so engines with different numbers of ranks find the same pages in
+tiers.
 """
 
 from __future__ import annotations

@@ -403,9 +403,10 @@ def indexed_latent(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def deepseek_v4(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers,
-    space for a compressed entry follows the vector. In sparse layers, space for the indexer's entry follows,
-    too. Only the last token of a window uses this space."""
+    """Return the fields of DeepSeek V4. A token has one vector that is both key and value. In compressed layers, a
+    compressed entry follows the vector. In sparse layers, the indexer's entry also follows. Only the last token of a
+    window uses the space of these entries.
+    """
     more = {
         "heavily_compressed_attention": config.size("head_dim"),
         "compressed_sparse_attention": config.size("head_dim") + config.size("index_head_dim"),
@@ -585,10 +586,14 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The rules for reading the config of one model type. `pattern` returns the layer kinds. `token` and `state`
-    return the fields of a token and of a state. `mixer` is the last word in the names of state specs, such as
-    "mamba" in "layers.3.mamba". `defaults` are values that published configs may omit. `names` maps config fields
-    of this type to our names."""
+    """The rules for reading the config of one model type.
+
+    - `pattern` returns the layer kinds.
+    - `token` and `state` return the fields of a token and of a state.
+    - `mixer` is the last word in the names of state specs, such as "mamba" in "layers.3.mamba".
+    - `defaults` are values that published configs may omit.
+    - `names` maps config fields of this type to our names.
+    """
 
     pattern: Pattern
     defaults: Mapping[str, Any]

@@ -8,7 +8,7 @@ Needs no weights, torch or network. `families_table` defines how the config of e
 | sliding_attention   | the same, of the last `sliding_window` tokens                    |
 | chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
 | cross_attention     | K and V of the image tokens only                                 |
-| each of a decoder   | also K and V of the encoder's tokens (encoder-decoder models)    |
+| layers of a decoder   | also K and V of the encoder's tokens (encoder-decoder models)    |
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
 | conv                | one state: the convolution's last inputs                         |
 | hybrid              | the same as full_attention and linear_attention together         |

@@ -4,10 +4,11 @@
     media    | tokens of the image |        K and V of every cross-attention layer, in separate pages
 
 The vision tower computes one state per token of an image. Each cross-attention layer projects these states to its K and
-V. The pages are written once for each image content, and read by every later token that sees the image. A token sees
-the last image before it. If several images directly follow each other, the token sees all of them. A token that sees no
-image skips the cross-attention layers. The vision tower and the projections are modules of Hugging Face. The cache owns
-the pages.
+V. The pages are written once for each image content, and read by every later token that sees the image. The vision
+tower and the projections are modules of Hugging Face. The cache owns the pages.
+
+- A token sees the last image before it. If several images directly follow each other, the token sees all of them.
+- A token that sees no image skips the cross-attention layers.
 """
 
 from __future__ import annotations

@@ -163,9 +163,10 @@ class Vision:
     def split_prompt(
         self, prompt: Iterable[int], images: Many[Any], decoder_prompt: Many[int] = ()
     ) -> tuple[Iterable[int], Many[Any]]:
-        """Return the token ids of a request's sequence, and its images. In an encoder-decoder model, the encoder reads
-        one of the images, which may be made from the prompt, and the sequence is that of the decoder. Raises
-        ValueError for a `decoder_prompt` in other models."""
+        """Return the token ids of a request's sequence, and its images. In an encoder-decoder model, the sequence is
+        that of the decoder, and one of the images is the input of the encoder. This image may be made from the prompt.
+        Raises ValueError for a `decoder_prompt` in other models.
+        """
         if decoder_prompt:
             raise ValueError(f"{type(self._model).__name__} has no encoder: leave decoder_prompt out")
         return prompt, images
@@ -306,7 +307,7 @@ class Vision:
         return [self._image(tower.sample()) for tower in self._towers]
 
     def split(self, made: Mapping[str, Any]) -> list[Tensors]:
-        """Split the output of a processor into one dictionary per image. Tensors of audio must be of one clip."""
+        """Split the output of a processor into one dictionary per image. Audio tensors must belong to one clip."""
         return [each for tower in self._towers if tower.inputs[0] in made for each in tower.split(made)]
 
     def _image(self, given: Any, tenant: str = "") -> Image:

@@ -106,8 +106,9 @@ class Connection(HttpToolsProtocol):
         self._unread_since = math.inf
 
     def reads_slowly(self, seconds: float) -> bool:
-        """Return whether much data waits for the client, and the client has read less than READ_RATE for `seconds`.
-        Each call measures from the last call that returned False after such a time."""
+        """Return whether much data waits for the client, and the client has read slower than READ_RATE for at least
+        `seconds`. If the client was faster, a new measurement starts.
+        """
         now, waiting = time.monotonic(), self.transport.get_write_buffer_size()
         if now - self._unread_since < seconds:
             return False

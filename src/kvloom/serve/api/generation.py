@@ -96,8 +96,9 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields of a request, adapted to the model: for example, with a grammar for tool calls. This method
-        returns `fields` unchanged. The chat endpoint overrides it."""
+        """Hook for endpoints that adapt the fields of a request to the model, for example by a grammar for tool calls.
+        By default, returns `fields` unchanged. The chat endpoint overrides this method.
+        """
         return fields
 
     @abstractmethod

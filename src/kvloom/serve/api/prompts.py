@@ -314,9 +314,10 @@ class PromptEncoder:
     def _document_ranges(
         self, prompt: Prompt, texts: list[str], special: bool
     ) -> tuple[tuple[int, int], ...]:
-        """Return the token ranges of documents in a rendered chat. A token that is only partly inside a document is left
-        out. The result is empty if the tokenizer does not report the positions of tokens, and if texts of the chat contain
-        control tokens."""
+        """Return the token ranges of documents in a rendered chat. A token that is only partly inside a document is
+        left out. The result is empty in two cases: the tokenizer does not report the positions of tokens, or texts of
+        the chat contain control tokens.
+        """
         tokenizer, text = self.tokenizer, prompt.text
         if text is None or not getattr(tokenizer, "is_fast", False):
             return ()

@@ -106,11 +106,15 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Caching options of a request. `store` states whether the request adds pages to the cache, and `read` whether it
-    uses cached pages. `retain` sets priorities of token ranges. `pin` is the number of seconds for which the prompt
-    is pinned in the pool. The first `public_tokens` tokens, or the first `public_messages` messages of a chat, are
-    a public prefix, which all tenants share. `documents` are token ranges [start, end) of the prompt whose K and V may
-    be reused at another place, if the server allows this.
+    """Caching options of a request.
+
+    - `store` states whether the request adds pages to the cache, and `read` whether it uses cached pages.
+    - `retain` sets priorities of token ranges.
+    - `pin` is the number of seconds for which the prompt is pinned in the pool.
+    - `public_tokens` or `public_messages` mark the first tokens, or the first messages of a chat, as a public prefix,
+      which all tenants share.
+    - `documents` are token ranges [start, end) of the prompt whose K and V may be reused at another place, if the
+      server allows this.
     """
 
     store: bool | None = None

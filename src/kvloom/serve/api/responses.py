@@ -60,9 +60,10 @@ class Usage:
 class ResponseBuilder(ABC):
     """Builds the response of one HTTP request. Each delta updates `usage` and `finish_reasons`.
 
-    `ids` are the ids of the request's prompts in the engine, and each prompt has `n` answers. With `echo`, an answer
-    begins with the text of its prompt. `new_parser` creates the parser of one answer, or returns None if the whole text
-    is content. `warning` is sent as a header.
+    - `ids` are the ids of the request's prompts in the engine, and each prompt has `n` answers.
+    - With `echo`, an answer begins with the text of its prompt.
+    - `new_parser` creates the parser of one answer, or returns None if the whole text is content.
+    - `warning` is sent as a header.
     """
 
     prefix = ""

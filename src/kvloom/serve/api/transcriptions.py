@@ -1,6 +1,6 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, in OpenAI's format: a form with an audio file, for Whisper.
 
-A request is run as a completion whose prompt is made by the engine process, from the language and the task.
+A request runs as a completion. The engine process makes the prompt from the language and the task.
 """
 
 from __future__ import annotations

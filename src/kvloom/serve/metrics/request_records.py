@@ -222,8 +222,8 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with the id `id_` or, if there is none, the newest record whose request had `id_` in the
-        header x-request-id. Returns None if there is no such record, or if `tenant` may not see it. If `tenant` is
+        """Return the record with the id `id_`. If there is none, return the newest record whose request had `id_` in
+        the header x-request-id. Returns None if there is no such record, or if `tenant` may not see it. If `tenant` is
         None, all records are visible. O(records).
         """
         found = self._ring.get(id_)

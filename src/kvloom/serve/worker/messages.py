@@ -246,8 +246,12 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter. `digest` identifies its config and weights, and salts block hashes. `created` is the Unix time of
-    loading. `requests` is the number of its requests. `is_resident` states that the adapter has a slot on the device.
+    """A LoRA adapter.
+
+    - `digest` identifies its config and weights, and salts block hashes.
+    - `created` is the Unix time of loading.
+    - `requests` is the number of its requests.
+    - `is_resident` states that the adapter has a slot on the device.
 
     An activated LoRA applies only from the last occurrence of `invocation_tokens` in the prompt. For other adapters,
     `invocation_tokens` is empty.
@@ -522,8 +526,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `max_context`: the largest number of tokens that the model allows in one request.
     - `peer_address`: the address at which other workers read the host memory of this worker, or None.
     - `token_budget`: the largest number of prompt tokens in a step.
-    - `encoder_tokens`: if an encoder reads the prompt (T5, BART): the largest number of its tokens, else 0. The tokens
-      of the prompt then do not count in `max_tokens`. `decoder_tokens`: the number of the decoder's first tokens.
+    - `encoder_tokens`: the largest number of prompt tokens if an encoder reads the prompt (T5, BART), else 0. The tokens
+      of such a prompt do not count in `max_tokens`. `decoder_tokens`: the number of the decoder's first tokens.
     - `adapters`: the LoRA adapters. `adapter_rank`: the largest rank that an adapter may have.
     - `adapter_slots`: how many adapters run at the same time. 0 means that requests may use no adapters.
     """

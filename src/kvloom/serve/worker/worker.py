@@ -61,9 +61,12 @@ SHORT_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine. `reserved_bytes` is its part of the tenant's quota. `sent_tokens` has, for each answer,
-    the number of tokens already sent, or -1 if the answer has finished. `first` is the time of the first token.
-    `chunks` are the computed chunks of the prompt, as (start, end, tokens), with times on the monotonic clock.
+    """A request in the engine.
+
+    - `reserved_bytes` is its part of the tenant's quota.
+    - `sent_tokens` has, for each answer, the number of tokens already sent, or -1 if the answer has finished.
+    - `first` is the time of the first token.
+    - `chunks` are the computed chunks of the prompt, as (start, end, tokens), with times on the monotonic clock.
     """
 
     message: Add
@@ -672,7 +675,7 @@ def _output_tokens(request: Request) -> int:
 
 def _prompt_tokens(request: Request) -> int | None:
     """Return the number of prompt tokens of a request with images. Return None for other requests, because the API
-    process has counted their tokens, also of texts that an encoder reads.
+    process has counted their tokens, including texts that an encoder reads.
     """
     return None if request.images is None or request.images.is_prompt else len(request.prompt)
 

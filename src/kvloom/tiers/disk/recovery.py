@@ -3,9 +3,12 @@ writing.
 
 A killed process may leave partly written pages in its last segment, which was not sealed. In files of an earlier
 release, power loss may also leave partly written pages in the segment before the last one. Records of both segments
-therefore have `is_verified=False`, until a read has verified their bytes. A record that is not verified does not
-replace an older copy of the page whose bytes are intact. If the page is written again while its record is not verified,
-the tier stores the new bytes. This module does not use the tier's shares and index.
+therefore have `is_verified=False`, until a read has verified their bytes:
+
+- Such a record does not replace an older copy of the page whose bytes are intact.
+- If the page is written again, the tier stores the new bytes.
+
+This module does not use the tier's shares and index.
 """
 
 from __future__ import annotations

@@ -27,8 +27,12 @@ smaller."""
 
 
 class SegmentOwner(Account):
-    """The segments and bytes of one owner: a tenant with a share, or all other tenants together. `name` is the owner
-    id in segment headers. `current` is the segment that receives writes. `used` is the size of all files."""
+    """The segments and bytes of one owner: a tenant with a share, or all other tenants together.
+
+    - `name` is the owner id in segment headers.
+    - `current` is the segment that receives writes.
+    - `used` is the size of all files.
+    """
 
     __slots__ = ("current", "name", "segment_bytes")
 

@@ -43,8 +43,7 @@ _PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name
 
 
 class NoKeyError(LookupError):
-    """Raised if a tenant has no key. Its pages are then neither stored nor read, because storing them without
-    protection is not allowed."""
+    """Raised if a tenant has no key. Its pages are then not stored, because they would not be protected."""
 
 
 class PageCipher(Protocol):

@@ -163,8 +163,9 @@ class HostTier(Tier):
         return Lease(self, objects, slots, offsets, results, tick)
 
     def demote(self, lease: Lease) -> None:
-        """Lets the leased pages be evicted before all others, because the pool has them, too. Call this method before
-        the release. Skips pages that were used again after the lease began."""
+        """Lets the leased pages be evicted before all others, because they are also in the pool. Call this method
+        before the release. Skips pages that were used again after the lease began.
+        """
         with self._lock:
             self.index.demote(lease.slots[lease.slots >= 0], lease.tick)
 

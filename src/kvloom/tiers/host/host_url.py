@@ -26,7 +26,7 @@ class HostURL:
     - `secret`: the file with the secret of the peers.
     - `tls`: whether TCP connections are encrypted: auto, on or off.
     - `ttl`: the number of seconds after which a page expires.
-    - `exclusive`: pages that the pool has, too, are evicted first.
+    - `exclusive`: pages that are also in the pool are evicted first.
     """
 
     capacity: int

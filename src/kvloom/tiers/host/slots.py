@@ -106,10 +106,13 @@ class Slots:
 
 
 class LruOrder:
-    """Slots ordered by last use, least recent first. Each call of `touch` adds a batch: the used slots, and the
-    tick (number) of the use. If a slot is later used again or removed, its tick changes, and its entry in the old batch
-    is skipped. Adding a batch is one append. Finding the least recently used slot takes amortised O(1) time. `demote`
-    adds a batch before all others."""
+    """Slots ordered by last use, least recent first.
+
+    Each call of `touch` adds a batch: the used slots, and the tick (number) of the use. If a slot is later used again
+    or removed, its tick changes, and its entry in the old batch is skipped. `demote` adds a batch before all others.
+
+    Adding a batch is one append. Finding the least recently used slot takes amortised O(1) time.
+    """
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

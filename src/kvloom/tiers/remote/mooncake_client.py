@@ -37,9 +37,14 @@ _MAX_REGISTERED = 8  # number of registered regions; other memory is copied thro
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """Settings of the client. `master` is the address of Mooncake's master. `segment` is the number of bytes of memory
-    that this process contributes to the store, or 0. `local` is the address of this host for other clients. `protocol`
-    is tcp or rdma. `metadata` and `devices` (of RDMA) are passed to Mooncake unchanged."""
+    """Settings of the client.
+
+    - `master` is the address of Mooncake's master.
+    - `segment` is the number of bytes of memory that this process contributes to the store, or 0.
+    - `local` is the address of this host for other clients.
+    - `protocol` is tcp or rdma.
+    - `metadata` and `devices` (of RDMA) are passed to Mooncake unchanged.
+    """
 
     master: str
     segment: int = 0

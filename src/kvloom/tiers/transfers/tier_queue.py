@@ -42,9 +42,12 @@ class _StatsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """Settings of the queue. `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch. A
-    store that takes longer than `store_seconds` is late. If queued stores exceed `max_queued_bytes`, the oldest are
-    discarded."""
+    """Settings of the queue.
+
+    - `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch.
+    - `store_seconds` is the time after which a store is late.
+    - `max_queued_bytes` limits the bytes of queued stores. Above the limit, the oldest stores are discarded.
+    """
 
     max_inflight_bytes: int = 256 << 20
     batch_bytes: int = 16 << 20
@@ -250,8 +253,9 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Returns how many seconds the thread may sleep: until the next deadline, or without limit (None) if there is
-        none. While the tier still accesses pages of cancelled batches, the thread sleeps only briefly."""
+        """Returns how many seconds the thread may sleep: until the next deadline, or None if there is no deadline.
+        While the tier still accesses pages of cancelled batches, the thread sleeps only briefly.
+        """
         if self._cancelled:
             return 0.05
         ends = [self._deadline_of(batch) for batch in self._inflight]

@@ -51,9 +51,10 @@ class AnswerParser:
 class AnswerFormats:
     """The formats in which the served model writes tool calls and reasoning.
 
-    `calls` and `reasoning` are parser classes, or None. `shows_tools` is True if the chat template shows tools to the
-    model. `special` is True if a special token marks tool calls or reasoning. Special tokens must then stay in the text
-    of an answer.
+    - `calls` and `reasoning` are parser classes, or None.
+    - `shows_tools` is True if the chat template shows tools to the model.
+    - `special` is True if a special token marks tool calls or reasoning. Special tokens must then stay in the text of
+      an answer.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -91,9 +92,12 @@ class AnswerFormats:
         forced: bool,
         parallel: bool,
     ) -> AnswerParser | None:
-        """Return the parser of one answer to a prompt, or None if the answer is plain content. `structure` is the
-        required structure of the whole answer. The answer may call `functions`. With `forced`, the answer must call at
-        least one function. Without `parallel`, only the first call is returned."""
+        """Return the parser of one answer to a prompt, or None if the answer is plain content.
+
+        - `structure` is the required structure of the whole answer. The answer may call `functions`.
+        - With `forced`, the answer must call at least one function.
+        - Without `parallel`, only the first call is returned.
+        """
         reasoning = None
         if self.reasoning is not None and (
             structure is None or structure[1].startswith((REASONING, ANSWER + STRICT))
