@@ -3,30 +3,43 @@
     python tools/train_embedded.py gather --out data                 # the running Python's standard library
     python tools/train_embedded.py gather --out data LIB... MANUAL…  # others beside it, the best first
     python tools/train_embedded.py train --data data --out models --seconds llama=240 hybrid=300 draft=90 distil=90
+    python tools/train_embedded.py improve --out models --seconds 200   # only the draft, from the models in the package
 
 Needs torch, transformers, tokenizers and numpy, and no network. The models train at the same time, a process each; the draft
-then learns the finished Llama's distributions. A process that is stopped (SIGTERM) saves what it has.
+then learns the finished Llama's distributions. A process that is stopped (SIGTERM) saves what it has. `improve` continues
+the training of a draft on text that the Llama generates, and saves the draft with the best acceptance.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 __all__ = ["main"]
 
 SECONDS = {"llama": 240.0, "hybrid": 300.0, "draft": 90.0, "distil": 90.0}
 EPOCHS = {"llama": 14.0, "hybrid": 14.0, "draft": 30.0, "distil": 30.0}
+PACKAGED = Path(__file__).resolve().parents[1] / "src" / "kvloom" / "models" / "embedded"
+MEASURED = {
+    "heapq", "bisect", "shlex", "string", "textwrap", "difflib", "calendar", "fnmatch", "glob", "queue", "sched",
+    "copy", "pprint", "stat", "csv", "shutil",
+}  # fmt: skip
+"""Modules whose beginnings are the prompts of `kvloom bench speculation`. `improve` does not learn from them."""
 RATES = {"llama": 2.5e-3, "hybrid": 2e-3, "draft": 4e-3, "distil": 2e-3}
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        return int({"gather": _gather, "train": _train, "one": _one}[options.command](options))
+        return int(
+            {"gather": _gather, "train": _train, "improve": _improve, "one": _one}[options.command](options)
+        )
     except (OSError, ValueError) as error:
         print(f"train_embedded: {error}", file=sys.stderr)
         return 2
@@ -62,6 +75,29 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--tiny", action="store_true", help="models of a fraction of the size, to try this out"
     )
+    improve = commands.add_parser("improve", help="continue the training of the draft")
+    improve.add_argument(
+        "--models", type=Path, default=PACKAGED, help="has llama/ and draft/; default: the package's"
+    )
+    improve.add_argument("--out", type=Path, required=True, help="gets the folder draft/")
+    improve.add_argument(
+        "--seconds", type=float, default=200.0, help="of training; reading the text is not counted"
+    )
+    improve.add_argument("--steps", type=int, default=0, help="at most so many")
+    improve.add_argument("--layers", type=int, default=2, help="layers of the new draft (default: 2)")
+    improve.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    improve.add_argument("--text", nargs="*", type=Path, help="standard libraries; default: this Python's")
+    improve.add_argument(
+        "--packages", type=int, default=16, metavar="MB", help="of installed packages; default: 16"
+    )
+    improve.add_argument("--batch-tokens", type=int, default=49_152)
+    improve.add_argument("--row", type=int, default=768, help="tokens of a generated row")
+    improve.add_argument("--generated", type=int, default=2048, help="rows that the Llama generates at once")
+    improve.add_argument("--held", type=int, default=256, help="held-out prompts that are measured")
+    improve.add_argument("--sequence", type=int, default=4096, help="tokens of a row of the corpus")
+    improve.add_argument("--measure-every", type=float, default=10.0, help="seconds between measurements")
+    improve.add_argument("--seed", type=int, default=0)
+    improve.add_argument("--device", help="default: cuda if there is one")
     one = commands.add_parser("one", help="one model by a plan in JSON; `train` calls this")
     one.add_argument("plan")
     return parser
@@ -130,6 +166,63 @@ def _train(options: argparse.Namespace) -> int:
             print(f"{packed}: {packed.stat().st_size:,} bytes", flush=True)
     print(f"{time.monotonic() - began:.0f} s; failed: {', '.join(sorted(failed)) or 'none'}", flush=True)
     return 1 if failed else 0
+
+
+def _improve(options: argparse.Namespace) -> int:
+    import torch
+    import transformers
+
+    from embedded import corpus, tokens
+    from embedded.distillation import Distillation, distil
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("llama", "draft"):
+        if not (options.models / name / "model.safetensors").exists():
+            raise ValueError(
+                f"{options.models / name} has no model.safetensors: give --models, a folder of both models"
+            )
+    if options.seconds <= 0:
+        raise ValueError(f"--seconds {options.seconds:g}: give a positive number")
+    began = time.monotonic()
+    folders = options.text or [corpus.stdlib()]
+    documents = corpus.gather(folders)
+    sources = [_version(folder) for folder in options.text or []] or [f"Python 3.{sys.version_info.minor}"]
+    if options.packages:
+        documents += corpus.sample(corpus.packages(), options.packages * 1_000_000)
+        sources.append(f"{options.packages} MB of installed Python packages")
+    held_out = [doc.held_out or doc.path.removesuffix(".py") in MEASURED for doc in documents]
+    ids = tokens.encode(documents, tokens.load_tokenizer(options.models / "draft"))
+    start = options.row // 3
+    text = np.concatenate([one for one, held in zip(ids, held_out, strict=True) if not held])
+    prompts = [
+        one[at : at + start]
+        for one, held in zip(ids, held_out, strict=True)
+        if held
+        for at in range(0, len(one) - start, 4 * start)
+    ]
+    random.Random(options.seed).shuffle(prompts)
+    if len(prompts) < 2:
+        raise ValueError(
+            f"the text has {len(prompts)} held-out prompts, and 2 are needed: give more text with --text"
+        )
+    print(
+        f"{len(text):,} tokens, {len(prompts):,} held-out prompts, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    plan = Distillation(
+        models=str(options.models), out=str(options.out), seconds=options.seconds, layers=options.layers,
+        steps=options.steps, rate=options.rate, batch_tokens=options.batch_tokens, row=options.row,
+        generated=options.generated, held=options.held, sequence=options.sequence,
+        measure_every=options.measure_every, device=options.device or _device(), seed=options.seed,
+    )  # fmt: skip
+    distil(
+        plan,
+        torch.from_numpy(text.astype(np.int32)),
+        torch.from_numpy(np.stack(prompts[: options.held]).astype(np.int64)),
+        sources,
+    )
+    return 0
 
 
 def _one(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import random
 import re
 import sysconfig
 import textwrap
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "Document", "Turn", "gather", "stdlib"]
+__all__ = ["KINDS", "Document", "Turn", "gather", "packages", "sample", "stdlib"]
 
 KINDS = ("lib", "doc", "test", "chat")
 HELD_OUT = 50
@@ -61,6 +62,30 @@ class Document:
 def stdlib() -> Path:
     """The standard library of the Python that runs this."""
     return Path(sysconfig.get_paths()["stdlib"])
+
+
+def packages() -> Path:
+    """The folder of installed packages of the Python that runs this."""
+    return Path(sysconfig.get_paths()["purelib"])
+
+
+def sample(folder: Path, size: int, seed: int = 0) -> list[Document]:
+    """Return modules of a folder, in random order, until they have `size` bytes. Each is of the kind "lib", and none is
+    held out. Files that a person did not write (tables, data) are skipped."""
+    files = sorted(path for path in folder.rglob("*.py") if not path.is_symlink())
+    random.Random(seed).shuffle(files)
+    found: list[Document] = []
+    for path in files:
+        if size <= 0:
+            break
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text and _is_readable(text):
+            found.append(Document(path.relative_to(folder).as_posix(), "lib", text, held_out=False))
+            size -= len(text.encode())
+    return found
 
 
 def gather(folders: Iterable[Path]) -> list[Document]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tarfile
 import tempfile
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["card", "pack", "save", "today"]
+__all__ = ["card", "distilled_card", "pack", "save", "save_with_card", "today"]
 
 _ABOUT = {
     "llama": "A Llama: full attention in every layer.",
@@ -41,6 +42,11 @@ _USE = (
 
 def save(model: Any, tokenizer: Any, folder: Path, training: dict[str, Any], corpus: dict[str, Any]) -> None:
     """Write the folder, whole or not at all."""
+    save_with_card(model, tokenizer, folder, training, card(training, corpus))
+
+
+def save_with_card(model: Any, tokenizer: Any, folder: Path, training: dict[str, Any], text: str) -> None:
+    """Like `save`, with the model card `text`."""
     small = copy.deepcopy(model).to("cpu", torch.bfloat16)
     small.config._attn_implementation = None
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +55,7 @@ def save(model: Any, tokenizer: Any, folder: Path, training: dict[str, Any], cor
         small.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / "training.json").write_text(json.dumps(training, indent=1) + "\n")
-        (fresh / "README.md").write_text(card(training, corpus))
+        (fresh / "README.md").write_text(text)
         for file in fresh.iterdir():
             file.chmod(0o644)
             file.replace(folder / file.name)
@@ -107,6 +113,45 @@ def card(training: dict[str, Any], corpus: dict[str, Any]) -> str:
             _USE,
             "",
         ]
+    )
+
+
+def distilled_card(before: str, training: dict[str, Any]) -> str:
+    """Return the card of a draft whose training was continued. `before` is its previous card. The section on acceptance
+    replaces the held-out loss, which was that of the previous weights."""
+    phase, found = training["phases"][-1], training["acceptance"]
+    weights = f"{training['weights']:,} weights"
+    made = f"Made by `tools/train_embedded.py`, {training['date']}."
+    learned = (
+        f"- {phase['objective']}: {phase['steps']:,} steps of {phase['batch_tokens']:,} tokens in rows of "
+        f"{phase['sequence']:,} ({phase['generated_tokens']:,} generated tokens), {phase['seconds']:.0f} s on "
+        f"{phase['device']}; AdamW, peak learning rate {phase['rate']:g}, cosine. Prompts from: "
+        f"{', '.join(phase['prompts'])}."
+    )
+    rows = [
+        f"| {when} | {one['greedy']:.3f} | {one['sampled']:.3f} | {one['tokens']:.2f} |"
+        for when, one in found.items()
+    ]
+    meaning = (
+        "The Llama continues held-out files, greedily or at temperature 1. `greedy` is the share of its greedy tokens that "
+        "are also the draft's most likely token, `sampled` is 1 - TV at temperature 1 (TV: total variation distance). The "
+        "weights kept are those with the largest sum of both."
+    )
+    acceptance = [
+        "## Acceptance",
+        "",
+        meaning,
+        "",
+        "| last phase | greedy | sampled | tokens per step with 4 draft tokens |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+    ]
+    text = re.sub(r"[\d,]+ weights", weights, before, count=1)
+    text = re.sub(r"Made by `tools/train_embedded.py`, \S+", made, text, count=1)
+    head, _, rest = text.partition("## Held-out loss" if "## Held-out loss" in text else "## Acceptance")
+    return (
+        f"{head.rstrip()}\n{learned}\n\n" + "\n".join(acceptance) + f"\n## Use{rest.partition('## Use')[2]}"
     )
 
 

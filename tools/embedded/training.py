@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from . import folders, models, tokens
 
-__all__ = ["Plan", "measure", "rate_at", "train", "windows"]
+__all__ = ["SAVE_EVERY", "Plan", "Stop", "load", "measure", "rate_at", "train", "windows"]
 
 WARM_UP = 0.03
 LOWEST = 0.05
@@ -104,7 +104,7 @@ def measure(
     return nats, count
 
 
-class _Stop:
+class Stop:
     """Set by SIGTERM and SIGINT: the loop ends, measures and saves."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Stop:
 
 def train(plan: Plan) -> dict[str, Any]:
     """Train one model and write its folder; what was measured, as in its training.json."""
-    stop = _Stop()
+    stop = Stop()
     torch.manual_seed(plan.seed)
     torch.set_float32_matmul_precision("high" if plan.device.startswith("cuda") else "highest")
     training = _Training(plan)
@@ -144,7 +144,7 @@ class _Training:
         self.model, self.record = _begin(plan, len(self.tokenizer))
         self.model.to(plan.device).train()
         models.for_training(self.model)
-        self.teacher = _load(plan.teacher).to(plan.device).eval() if plan.teacher else None
+        self.teacher = load(plan.teacher).to(plan.device).eval() if plan.teacher else None
         self.run = torch.compile(self.model) if plan.compiled else self.model
         self.optimiser = _optimiser(self.model, plan)
         self.stream = torch.from_numpy(text.astype(np.int32)).to(plan.device)
@@ -263,7 +263,7 @@ def _shorten(held: dict[str, np.ndarray], corpus: dict[str, Any], limit: int) ->
 def _begin(plan: Plan, vocabulary: int) -> tuple[Any, dict[str, Any]]:
     """A new model and its record, or for a second phase those that the folder holds."""
     if plan.teacher:
-        model = _load(plan.folder)
+        model = load(plan.folder)
         return model, json.loads((Path(plan.folder) / "training.json").read_text())
     model = models.build(plan.name, vocabulary, plan.tiny)
     record = {
@@ -278,7 +278,8 @@ def _begin(plan: Plan, vocabulary: int) -> tuple[Any, dict[str, Any]]:
     return model, record
 
 
-def _load(folder: str) -> Any:
+def load(folder: str) -> Any:
+    """Load a model in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
