@@ -23,7 +23,7 @@ SCRIPT = TOOLS / "train_embedded.py"
 FAST = ["--device", "cpu", "--tiny", "--sequence", "64", "--batch-tokens", "512", "--held-tokens", "256"]
 
 sys.path.insert(0, str(TOOLS))
-from embedded import corpus, models, tokens, training  # noqa: E402
+from embedded import corpus, distillation, models, tokens, training  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -222,3 +222,70 @@ def test_a_wrong_option_says_what_is_right(arguments: list[str], message: str, t
     done = run(*given)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_a_draft_is_improved_on_text_that_the_target_generates(
+    data: Path, trained: Path, tmp_path: Path
+) -> None:
+    options = [
+        "--text",
+        data.parent / "python3.99",
+        "--packages",
+        0,
+        "--device",
+        "cpu",
+        "--seconds",
+        200,
+        "--steps",
+        4,
+    ]
+    sizes = ["--batch-tokens", 96, "--row", 48, "--generated", 8, "--held", 8, "--sequence", 64]
+    done = run("improve", "--models", trained, "--out", tmp_path, "--layers", 3, *options, *sizes)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "tokens per step" in done.stdout
+    record = json.loads((tmp_path / "draft" / "training.json").read_text())
+    before, after = (record["acceptance"][when] for when in ("before", "after"))
+    assert after["greedy"] + after["sampled"] >= before["greedy"] + before["sampled"] > 0
+    assert [phase["steps"] for phase in record["phases"]] == [40, 40, 4]
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert "## Acceptance" in card
+    assert "Held-out loss" not in card
+    assert f"{record['weights']:,} weights" in card
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert model.config.num_hidden_layers == 3
+    for wrong, message in ((["--layers", 1], "the draft has 2 layers"), (["--seconds", -1], "positive")):
+        done = run("improve", "--models", trained, "--out", tmp_path, *options, *sizes, *wrong)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    done = run("improve", "--models", tmp_path, "--out", tmp_path)
+    assert (done.returncode, "has no model.safetensors" in done.stderr) == (2, True), done.stderr
+
+
+def test_layers_that_are_added_to_a_draft_do_not_change_its_output() -> None:
+    torch.manual_seed(0)
+    model = models.build("draft", 700, tiny=True)
+    grown = distillation.grow(model, 3)
+    ids = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(grown(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert grown.config.num_hidden_layers == 3
+    assert distillation.grow(model, 2) is model
+
+
+def test_acceptance_of_a_draft() -> None:
+    torch.manual_seed(0)
+    target = models.build("draft", 700, tiny=True)
+    heat = torch.tensor([0.0, 1.0])
+    rows = distillation.generate(target, torch.tensor([[5, 6, 7], [8, 9, 10]]), 20, heat)
+    again = distillation.generate(target, torch.tensor([[5, 6, 7], [8, 9, 10]]), 20, heat)
+    assert rows.shape == (2, 20)
+    assert torch.equal(rows[0], again[0])  # greedy
+    found = distillation.acceptance(target, target, rows, 3, heat == 0)
+    assert found["greedy"] == 1.0
+    assert abs(found["sampled"] - 1.0) < 1e-5
+    assert found["tokens"] == 17 / 4  # 17 tokens in steps of 5, 5, 5 and 2
+    assert distillation.tokens_per_step([[True, True, False, True, False, False]]) == 2.0
+    other = models.build("draft", 700, tiny=True)
+    assert distillation.acceptance(other, target, rows, 3, heat == 0)["sampled"] < 1.0
+    logits = torch.randn(4, 700)
+    assert distillation.loss_of(logits, logits) < distillation.loss_of(-logits, logits)
