@@ -74,6 +74,22 @@ def test_the_index_is_low_beyond_the_horizon() -> None:
     assert 8.0 <= returns.horizon <= 16.0
 
 
+def test_the_threshold_fills_a_cache_with_the_samples_of_highest_index() -> None:
+    """Half of the samples have a feature value whose tokens are nearly always used again."""
+    shares = (0.02, 0.9)
+    returns = learned(
+        lambda rng, value: float(rng.uniform(100.0, 200.0)) if rng.random() < shares[value] else None
+    )
+    now, age = 2000.0, 60.0
+    threshold = returns.threshold(age, now)
+    unused = [n for n in range(4000) if np.isnan(returns._away[n])]
+    kept = [n for n in unused if returns.index_of(n, now - returns._started[n]) > threshold]
+    young = [n for n in unused if now - returns._started[n] < age]
+    assert len(kept) == pytest.approx(len(young), abs=2)
+    assert np.mean([returns._values[n] for n in young]) < 0.6
+    assert np.mean([returns._values[n] for n in kept]) > 0.9
+
+
 def test_samples_without_reuse_count_after_eviction() -> None:
     all_back = learned(lambda rng, value: 10.0)
     half_back = learned(lambda rng, value: 10.0 if rng.random() < 0.5 else None)

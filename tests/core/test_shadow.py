@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvloom.core.eviction import shadow as shadow_module
-from kvloom.core.eviction.reuse_model import ReuseModel
+from kvloom.core.eviction.reuse_model import Floats, ReuseModel, Tables
 from kvloom.core.eviction.shadow import ShadowLRU
 
 from .test_adaptive import Service, learner
@@ -56,6 +56,41 @@ def test_the_figures_are_those_of_a_real_lru_cache() -> None:
     assert lru.cache.inspect.policy == {}
 
 
+def switched_off() -> ShadowLRU:
+    """Return a comparison that has just switched its policy off."""
+    shadow = ShadowLRU()
+    while not shadow.is_off:
+        shadow.count(0.0, 100.0, 1000, capacity=10_000)
+    return shadow
+
+
+def test_a_policy_with_a_predicted_gain_returns_before_its_loss_has_faded() -> None:
+    shadow = switched_off()
+    for gained in (50.0, 50.0, -50.0, 50.0):
+        shadow.predict(gained)
+        assert not shadow.count(0.0, 0.0, 1000, capacity=10_000), "four uses may be chance"
+    for _ in range(5):
+        shadow.predict(50.0)
+    assert shadow.count(0.0, 0.0, 1000, capacity=10_000)
+    assert not shadow.is_off
+    assert shadow.loss > shadow_module.ON_LOSS
+    while not shadow.is_off:
+        shadow.count(0.0, 100.0, 1000, capacity=10_000)
+    assert shadow.loss < 1.1 * shadow_module.LIMIT
+    while shadow.is_off:
+        shadow.predict(50.0)
+        shadow.count(0.0, 0.0, 1000, capacity=10_000)
+    assert shadow.loss <= shadow_module.ON_LOSS, "the predictions were wrong once"
+
+
+def test_a_policy_with_a_predicted_loss_stays_off_until_its_loss_has_faded() -> None:
+    shadow = switched_off()
+    while shadow.is_off:
+        shadow.predict(-50.0)
+        shadow.count(0.0, 0.0, 1000, capacity=10_000)
+    assert shadow.loss <= shadow_module.ON_LOSS
+
+
 def reversed_index(self: ReuseModel, stratum: int, level: float, age: float) -> float:
     return age  # the most recently used entry is evicted first
 
@@ -72,6 +107,25 @@ def test_a_bad_order_is_switched_off_and_the_loss_is_bounded(monkeypatch: pytest
     assert unguarded.rate < lru.rate - 0.03
     assert guarded.rate > lru.rate - 0.005
     assert guarded.cache.inspect.policy["times_off"] >= 1
+
+
+def test_predictions_of_a_bad_order_do_not_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = ReuseModel._tables
+
+    def reversed_tables(self: ReuseModel, baseline: Floats) -> Tables:
+        index, lower = tables(self, baseline)
+        return [[-value for value in row] for row in index], lower
+
+    monkeypatch.setattr(ReuseModel, "_tables", reversed_tables)
+    service = Service(POOL)
+    policy = learner(service)
+    seed = 0
+    while not policy.shadow.is_off:
+        talk(service, 50, seed := seed + 1)
+        assert seed < 100
+    talk(service, 400, seed + 1)
+    assert policy.shadow.is_off
+    assert policy.shadow._predicted < 0.0
 
 
 def test_the_policy_reports_that_it_is_off_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,8 @@ class Adaptive:
         self._before_lookup = 0
         self._gained = 0.0  # tokens of the present request that LRU would not have hit
         self._evicted = False
+        # The lowest index that the policy would keep if it were on, and the fit with which it was computed.
+        self._threshold, self._judged = -math.inf, 0
 
     def compare_with_lru(self, cached_tokens: Callable[[], int], looked_up_tokens: Callable[[], int]) -> None:
         """Start the comparison with LRU. `cached_tokens` returns the number of tokens in the cache, and
@@ -337,10 +339,21 @@ class Adaptive:
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
+                if self.shadow.is_off:
+                    self._predict(visit, number, now)
                 self.model.returned(number, max(0.0, now - visit.start))
             else:
                 rest += place, number
         visit.watched = tuple(rest)
+
+    def _predict(self, visit: Visit, number: int, now: float) -> None:
+        """While the policy is off, report to the shadow whether the policy would have kept the tokens of a sample until
+        this use."""
+        model, shadow = self.model, self.shadow
+        if self._judged != model.fits:
+            self._judged, self._threshold = model.fits, model.threshold(now - shadow.cutoff, now)
+        keeps = model.index_of(number, max(0.0, now - visit.start)) > self._threshold
+        shadow.predict(model.tokens_of(number) * (keeps - shadow.share(visit.start)))
 
     def _count_end(self, without: int, at_most: bool) -> None:
         """Count a request that returned to a visit (continued an earlier request). `without` is the number of the

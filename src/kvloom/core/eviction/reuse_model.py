@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,42 @@ class ReuseModel:
         if bin_ >= BINS:
             return row[BINS] - (place - BINS) * _LOG_STEP
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
+
+    def index_of(self, number: int, age: float) -> float:
+        """Return the index at `age` of the tokens of sample `number`, or -inf beyond the horizon."""
+        if age >= self.horizon:
+            return -math.inf
+        place = number % self.window
+        values = self._values[place * self.features : (place + 1) * self.features]
+        return self.index(int(self._stratum[place]), sum(map(getitem, self.factors, values)), age)
+
+    def tokens_of(self, number: int) -> float:
+        """Return the number of tokens for which sample `number` stands, or 0 if the model has dropped the sample."""
+        if number < 0 or self._recorded - number > self.window:
+            return 0.0
+        return float(self._weight[number % self.window]) ** 2 * self._stride
+
+    def threshold(self, age: float, now: float) -> float:
+        """Return the lowest index of a cache that keeps the tokens with the highest index, and has as many tokens as a
+        cache that keeps all tokens used in the last `age` seconds. Takes O(window · features) time."""
+        n = min(self._recorded, self.window)
+        unused = np.flatnonzero(np.isnan(self._away[:n]))
+        if not len(unused):
+            return -math.inf
+        ages = np.maximum(now - self._started[unused], 0.0)
+        values = np.frombuffer(self._values, np.uint8).reshape(self.window, self.features)[unused]
+        level = np.take_along_axis(np.array(self.factors), values.T.astype(np.int64), 1).sum(0)
+        row = np.clip((level - _LOWEST) / _LEVEL_STEP + 0.5, 0, _LEVELS - 1).astype(np.int64)
+        bin_ = np.searchsorted(self.edges, ages, "right") - 1
+        into = np.where(ages < _FINE, 0.0, np.log(np.maximum(ages, _FINE) / _FINE) / _LOG_STEP % 1.0)
+        tables = np.array(self._index)
+        stratum = self._stratum[unused]
+        low, high = tables[stratum, row, bin_], tables[stratum, row, bin_ + 1]
+        index = np.where(ages < self.horizon, low + (high - low) * into, -math.inf)
+        size = self._weight[unused] ** 2
+        order = np.argsort(-index)
+        kept = np.searchsorted(np.cumsum(size[order]), size[ages < age].sum())
+        return float(index[order[min(int(kept), len(order) - 1)]])
 
     def falls(self, stratum: int, level: float, age: float) -> float:
         """Return the age at which the value of keeping the pages (`index`) will be clearly lower than at `age`. To

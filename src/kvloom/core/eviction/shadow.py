@@ -10,10 +10,14 @@ shadow counts the tokens by the time of their last use, in about a thousand buck
 
 The shadow follows all traffic, not a sample. Tokens that the policy evicted are also counted: ghosts report their uses.
 The number of these tokens is an estimate, because the cache no longer has them.
+
+While the policy is off, the cache has the hits of LRU. The shadow then needs predictions: which used tokens would the
+policy have kept? The policy is switched on again when the predictions show that it would win.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 __all__ = ["ShadowLRU"]
@@ -25,6 +29,10 @@ LIMIT = 0.005
 OFF_LOSS, ON_LOSS = 0.6 * LIMIT, 0.2 * LIMIT
 """The policy is switched off at a loss of OFF_LOSS, and on again when the loss has faded to ON_LOSS. OFF_LOSS is below
 LIMIT, because the loss may grow for a while after the policy is off: the pages that it chose are still cached."""
+RETRY_LOSS, PROOF = 0.8 * LIMIT, 2.0
+"""The policy is switched on earlier, at a loss of RETRY_LOSS, if it has a predicted gain. The gain must be PROOF times as
+large as its standard deviation. The policy is then switched off again at a loss of LIMIT, and its next return needs a
+loss of ON_LOSS."""
 MEMORY = 32.0
 """The weight of past requests halves whenever later requests have looked up MEMORY times as many tokens as the cache
 has."""
@@ -49,6 +57,8 @@ class ShadowLRU:
         is full."""
         # Lost minus gained tokens, and tokens looked up; older requests count less.
         self._loss = self._looked_up = 0.0
+        self._may_retry = True  # whether predictions may switch the policy on
+        self._predicted = self._squares = 0.0  # sum of the predicted gains while off, and of their squares
         self._starts: list[float] = [0.0]
         self._sizes: list[float] = [0.0]
         self._latest = 0.0
@@ -60,6 +70,11 @@ class ShadowLRU:
     def loss(self) -> float:
         """Recent loss of hit rate against LRU, from 0 to 1. Negative if the policy is better than LRU."""
         return self._loss / max(self._looked_up, FIRST * self.capacity, 1.0)
+
+    @property
+    def cutoff(self) -> float:
+        """Time of the last use of the oldest tokens that LRU would have."""
+        return self._starts[self._first]
 
     def share(self, last_used: float) -> float:
         """Return the fraction, from 0 to 1, of the tokens last used at the time `last_used` that LRU would still have
@@ -111,12 +126,27 @@ class ShadowLRU:
         fade = 0.5 ** (looked_up / (MEMORY * capacity))
         self._looked_up = self._looked_up * fade + looked_up
         self._loss = self._loss * fade + lost - gained
-        is_off = self.loss > (ON_LOSS if self.is_off else OFF_LOSS)
+        loss = self.loss
+        if loss <= ON_LOSS:
+            self._may_retry = True
+        if not self.is_off:
+            is_off = loss > (OFF_LOSS if self._may_retry else LIMIT)
+        elif self._may_retry and loss <= RETRY_LOSS and self._predicted > PROOF * math.sqrt(self._squares):
+            is_off = self._may_retry = False
+        else:
+            is_off = loss > ON_LOSS
         if is_off == self.is_off:
             return False
         self.is_off = is_off
         self.times_off += is_off
+        self._predicted = self._squares = 0.0
         return True
+
+    def predict(self, gained: float) -> None:
+        """Count tokens that were used while the policy is off. `gained` is positive if only the policy would have hit
+        them, and negative if only LRU had them."""
+        self._predicted += gained
+        self._squares += gained * gained
 
     def _move_cutoff(self) -> None:
         sizes, first, last = self._sizes, self._first, len(self._sizes) - 1
