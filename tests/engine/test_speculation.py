@@ -23,6 +23,8 @@ from kvloom.engine.speculation import (
     SuffixProposer,
     TokenIndex,
 )
+from kvloom.kernels import cpu
+from kvloom.models.fusion import small_model
 from kvloom.models.paged import Work
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory
@@ -478,6 +480,35 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(params: dict[str, 
         assert results([one]) == results([other])
         for sample in one.family:
             assert sample.accepted_tokens == sample.draft_tokens > 20
+
+
+@pytest.mark.skipif(not cpu.HAS_GENERATE, reason="the package was built without a compiler, or earlier")
+@pytest.mark.parametrize("tiers", [[], ["host:16MiB"]])
+def test_drafts_of_native_code_are_those_of_the_model(
+    tiers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, how = tiny("llama"), save_draft(tmp_path, num_hidden_layers=3)
+    found = []
+    for native in (True, False):
+        made: list[Any] = []
+
+        def recorded(*given: Any, native: bool = native, made: list[Any] = made) -> Any:
+            made.append(small_model(*given) if native else None)
+            return made[-1]
+
+        monkeypatch.setattr("kvloom.engine.execution.model_runner.small_model", recorded)
+        engine = fixed(make_engine(model, 1 << 24, speculate=how, token_budget=16, tiers=tiers))
+        assert [one is not None for one in made] == [native]
+        requests = [
+            engine.add(list(range(3, 5 + i)), SamplingParams(max_tokens=30, temperature=i % 2, seed=i))
+            for i in range(6)
+        ]
+        engine.run()
+        engine.cache.check()
+        found.append([(one.tokens, one.draft_tokens, one.accepted_tokens) for one in requests])
+        engine.close()
+    assert found[0] == found[1]
+    assert sum(accepted for _, _, accepted in found[0])
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "peer"])

@@ -184,3 +184,97 @@ def test_products_of_a_few_rows(dim: int, columns: int) -> None:
     assert not cpu.multiplies(torch.randn(33, dim), weight)
     # A row's bits do not depend on the other rows.
     assert torch.equal(cpu.multiply(rows[-1], weight)[:5], cpu.multiply(rows[-1][:5].clone(), weight))
+
+
+HEADS, KV, DIM, BLOCK, HIDDEN, INNER, WORDS = 4, 2, 8, 4, 24, 20, 50
+
+
+def small_model(layers: int = 2) -> tuple[cpu.SmallModel, list[cpu.SmallLayer], list[torch.Tensor]]:
+    """A model of random weights with pages for 10 blocks. Also returns its layers, and its other weights."""
+    shapes = [(HIDDEN,), ((HEADS + 2 * KV) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (HIDDEN,), (2 * INNER, HIDDEN), (HIDDEN, INNER)]  # fmt: skip
+    made = []
+    for i in range(layers):
+        weights = [randn(*shape, seed=10 * i + j) / len(shape) for j, shape in enumerate(shapes)]
+        pages = torch.zeros(2, 10, BLOCK, KV, DIM)
+        made.append(cpu.SmallLayer(*weights, cpu.LayerPages(*pages)))
+    angles = torch.arange(40)[:, None] / 10 ** torch.linspace(0, 2, DIM // 2)
+    angles = torch.cat((angles, angles), -1)
+    others = [randn(WORDS, HIDDEN, seed=5), randn(HIDDEN, seed=6), randn(WORDS, HIDDEN, seed=7), angles.cos(), angles.sin()]  # fmt: skip
+    return (
+        cpu.SmallModel(made, *others, heads=HEADS, scale=0.3, eps=1e-6, gemma=False, tanh=False),
+        made,
+        others,
+    )
+
+
+def logits_of(tokens: list[int], layers: list[cpu.SmallLayer], others: list[torch.Tensor]) -> torch.Tensor:
+    """The logits after each token, without pages."""
+    embeddings, norm, head, cos, sin = others
+    x, count = embeddings[tokens], len(tokens)
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        half = torch.cat((-y[..., DIM // 2 :], y[..., : DIM // 2]), -1)
+        return y * cos[:count, None] + half * sin[:count, None]
+
+    for one in layers:
+        qkv = functional.rms_norm(x, (HIDDEN,), one.norm, 1e-6) @ one.qkv.T
+        q, k, v = qkv.view(count, -1, DIM).split([HEADS, KV, KV], 1)
+        q, k, v = (y.transpose(0, 1) for y in (turned(q), turned(k), v))
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=0.3, enable_gqa=True
+        )
+        x = x + out[0].transpose(0, 1).reshape(count, -1) @ one.output.T
+        gate, up = (functional.rms_norm(x, (HIDDEN,), one.mlp_norm, 1e-6) @ one.gate_up.T).chunk(2, -1)
+        x = x + (functional.silu(gate) * up) @ one.down.T
+    return functional.rms_norm(x, (HIDDEN,), norm, 1e-6) @ head.T
+
+
+@pytest.mark.skipif(not cpu.HAS_GENERATE, reason="the package was built without a compiler, or earlier")
+def test_small_models_generate_what_torch_does() -> None:
+    model, layers, others = small_model()
+    tables = [np.array([[3, 1, 7, 0], [2, 9, 5, 0], [8, 4, 6, 0]], np.int32)] * len(layers)
+    prompts, counts = [[7], [3, 1, 4, 1, 5], [9, 2]], np.array([4, 2, 6])
+    found, logits = model.generate([np.array(ids) for ids in prompts], np.zeros(3, int), counts, 1, tables)
+    for row, (ids, count) in enumerate(zip(prompts, counts, strict=True)):
+        wanted = list(ids)
+        for _ in range(count):
+            after = logits_of(wanted, layers, others)[-1]
+            wanted.append(int(after.argmax()))
+        assert found[row, :count].tolist() == wanted[len(ids) :]
+        if count == counts.max():
+            torch.testing.assert_close(logits[row], after, rtol=1e-4, atol=1e-4)
+    # The pages have every token, so each sequence can be continued with one more token.
+    ends = np.array([len(ids) + count for ids, count in zip(prompts, counts, strict=True)])
+    again, logits = model.generate([np.array([11])] * 3, ends, np.ones(3, int), 0, tables)
+    for row, ids in enumerate(prompts):
+        after = logits_of([*ids, *found[row, : counts[row]].tolist(), 11], layers, others)[-1]
+        torch.testing.assert_close(logits[row], after, rtol=1e-4, atol=1e-4)
+        assert again[row, 0] == after.argmax()
+
+
+@pytest.mark.skipif(not cpu.HAS_GENERATE, reason="the package was built without a compiler, or earlier")
+def test_small_models_refuse_wrong_input() -> None:
+    model, layers, others = small_model()
+    table, one = np.array([[1, 2]], np.int32), np.array([1])
+    for tokens, start, count, pages in [
+        ([WORDS], 0, 1, table),
+        ([-1], 0, 1, table),
+        ([], 0, 1, table),
+        ([1], -1, 1, table),
+        ([1], 8, 1, table),
+        ([1], 0, 9, table),
+        ([1], 0, 0, table),
+        ([1], 0, 1, table[:0]),
+    ]:
+        with pytest.raises(ValueError, match=r"fit|exceed"):
+            model.generate([np.array(tokens, int)], one * start, one * count, 0, [pages] * 2)
+    options = {"heads": HEADS, "scale": 0.3, "eps": 1e-6, "gemma": False, "tanh": False}
+    for place in range(len(others)):
+        for bad in (
+            others[place][:, :-1] if others[place].ndim > 1 else others[place][:-1],
+            others[place].double(),
+        ):
+            with pytest.raises(ValueError, match="must be"):
+                cpu.SmallModel(layers, *others[:place], bad, *others[place + 1 :], **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be|fit"):
+        cpu.SmallModel(layers, *others, **options | {"heads": 3})  # type: ignore[arg-type]

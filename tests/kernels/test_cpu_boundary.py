@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not cpu.IS_BUILT, reason="built without a compil
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 8, 13])
 SMALL = st.sampled_from([1, 2, 3, 4])
 NUMBERS = st.sampled_from([0, 1, 2, -1, 7, 2**31, 2**62, -(2**63), 2**64, 1.5, None, "1", b"1"])
-NAMES = ("rms_norm", "gated", "rotate", "put", "decode", "step", "multiply")
+NAMES = ("rms_norm", "gated", "rotate", "put", "decode", "step", "multiply", "generate")
 
 
 @st.composite

@@ -304,25 +304,46 @@ static PyObject *step(PyObject *self, PyObject *args)
 
 typedef float Lanes __attribute__((vector_size(16)));
 #define LANES 4
-#define TILE 4
+#define TILE 4   /* columns of a tile */
+#define TALLEST 6 /* rows of a tile: the sums of 6 by 4 items stay in registers */
 
-/* `rows` by `columns` items of out = x wᵀ, or added to out. The counts are constants, so that the sums stay in registers. */
+/* `rows` by `columns` items of out = x wᵀ, or added to out. The counts are constants, so that the sums stay in registers. The
+ * columns of the next tile are fetched meanwhile: a column is too short for the processor to fetch it by itself. */
 static inline __attribute__((always_inline)) void multiply_tile(const float *x, const float *w, float *out, Size dim, Size s_out,
                                                                 const int rows, const int columns, int add)
 {
-    Lanes sums[TILE][TILE] = {{{0}}};
-    Size i = 0;
-    for (; i + LANES <= dim; i += LANES) {
-        Lanes left[TILE], right;
+    Lanes sums[TALLEST][TILE] = {{{0}}};
+    const float *lefts[TALLEST], *rights[TILE]; /* the compiler keeps them in registers */
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+        lefts[r] = x + r * dim;
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-            memcpy(&left[r], x + r * dim + i, sizeof right);
+    for (int c = 0; c < columns; c++)
+        rights[c] = w + c * dim;
+    Size i = 0, ahead = columns * dim;
+    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+        Lanes left, more, right[TILE], beyond[TILE];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
-            memcpy(&right, w + c * dim + i, sizeof right);
+            __builtin_prefetch(rights[c] + ahead);
+            memcpy(&right[c], rights[c], sizeof left);
+            memcpy(&beyond[c], rights[c] + LANES, sizeof left);
+            rights[c] += 2 * LANES;
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            memcpy(&left, lefts[r], sizeof left);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++)
-                sums[r][c] += left[r] * right;
+            for (int c = 0; c < columns; c++)
+                sums[r][c] += left * right[c];
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            memcpy(&more, lefts[r] + LANES, sizeof left);
+            lefts[r] += 2 * LANES;
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++)
+                sums[r][c] += more * beyond[c];
         }
     }
     for (int r = 0; r < rows; r++)
@@ -340,15 +361,20 @@ CLONES static void multiply_rows(const float *x, const float *w, float *out, Siz
 {
     for (Size c = begin; c < end; c += TILE) {
         const float *columns = w + c * dim;
-        for (Size r = 0; r < rows; r += TILE) {
+        for (Size r = 0, tall; r < rows; r += tall) {
             const float *left = x + r * dim;
             float *to = out + r * s_out + c;
-            Size tall = rows - r;
+            Size more = rows - r;
+            tall = more <= TALLEST ? more : more < TALLEST + 3 ? 4 : TALLEST; /* a tile of one row takes as long as one of two */
             if (end - c < TILE) {
                 for (Size one = 0; one < end - c; one++)
-                    for (Size row = 0; row < (tall < TILE ? tall : TILE); row++)
+                    for (Size row = 0; row < tall; row++)
                         multiply_tile(left + row * dim, columns + one * dim, to + row * s_out + one, dim, s_out, 1, 1, add);
-            } else if (tall >= 4)
+            } else if (tall == 6)
+                multiply_tile(left, columns, to, dim, s_out, 6, 4, add);
+            else if (tall == 5)
+                multiply_tile(left, columns, to, dim, s_out, 5, 4, add);
+            else if (tall == 4)
                 multiply_tile(left, columns, to, dim, s_out, 4, 4, add);
             else if (tall == 3)
                 multiply_tile(left, columns, to, dim, s_out, 3, 4, add);
@@ -372,6 +398,127 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* -- small models ----------------------------------------------------------------------------- */
+
+/* One decoder layer: addresses of its weights, and of its K and V pages with their strides. `tables` has one line of page
+ * ids per sequence. */
+typedef struct {
+    int64_t norm, qkv, output, mlp_norm, gate_up, down, k, v;
+    int64_t sk_page, sk_place, sk_head, sv_page, sv_place, sv_head, tables, s_table;
+} Layer;
+
+typedef struct {
+    const float *embeddings, *head, *norm, *cosine, *sine;
+    const Layer *layers;
+    Size count, vocabulary, hidden, inner, heads, kv, dim, block;
+    float eps, one, scale;
+    int tanh_form;
+} Model;
+
+/* Buffers for `rows` tokens. */
+typedef struct {
+    float *x, *normed, *joined, *attended, *both, *gated, *scores;
+} Buffers;
+
+/* One token of each sequence, with the embeddings in `buffers.x`: computes all layers, in place. */
+static void run_layers(const Model *m, const Buffers *b, const Size *positions, Size rows)
+{
+    Size width = (m->heads + 2 * m->kv) * m->dim, group = m->heads / m->kv, dim = m->dim, hidden = m->hidden;
+    for (const Layer *layer = m->layers; layer < m->layers + m->count; layer++) {
+        norm_rows(b->x, (Floats)layer->norm, b->normed, rows, hidden, hidden, m->eps, m->one);
+        multiply_rows(b->normed, (Floats)layer->qkv, b->joined, rows, 0, width, hidden, width, 0);
+        for (Size row = 0; row < rows; row++) {
+            Size at = positions[row], page = at / m->block, place = at % m->block;
+            const int32_t *table = (const int32_t *)layer->tables + row * layer->s_table;
+            float *q = b->joined + row * width, *k = q + m->heads * dim, *v = k + m->kv * dim;
+            turn_heads(q, m->cosine + at * dim, m->sine + at * dim, 1, m->heads + m->kv, dim / 2, width, dim);
+            for (Size head = 0; head < m->kv; head++) {
+                Floats keys = (Floats)layer->k + head * layer->sk_head, values = (Floats)layer->v + head * layer->sv_head;
+                memcpy(keys + table[page] * layer->sk_page + place * layer->sk_place, k + head * dim, (size_t)dim * sizeof(float));
+                memcpy(values + table[page] * layer->sv_page + place * layer->sv_place, v + head * dim, (size_t)dim * sizeof(float));
+                Head all_keys = {keys, layer->sk_page, layer->sk_place}, all_values = {values, layer->sv_page, layer->sv_place};
+                attend_head(q + head * group * dim, dim, all_keys, all_values, table, 0, at + 1, m->block, group, dim, dim,
+                            m->scale, b->scores, b->attended + (row * m->heads + head * group) * dim);
+            }
+        }
+        multiply_rows(b->attended, (Floats)layer->output, b->x, rows, 0, hidden, m->heads * dim, hidden, 1);
+        norm_rows(b->x, (Floats)layer->mlp_norm, b->normed, rows, hidden, hidden, m->eps, m->one);
+        multiply_rows(b->normed, (Floats)layer->gate_up, b->both, rows, 0, 2 * m->inner, hidden, 2 * m->inner, 0);
+        gate_rows(b->both, b->gated, rows, m->inner, m->tanh_form);
+        multiply_rows(b->gated, (Floats)layer->down, b->x, rows, 0, hidden, m->inner, hidden, 1);
+    }
+}
+
+static Size largest_of(const float *scores, Size count)
+{
+    Size best = 0;
+    for (Size i = 1; i < count; i++)
+        if (scores[i] > scores[best])
+            best = i;
+    return best;
+}
+
+/* Several tokens of each sequence, one after the other. Sequence r computes its given[r] known tokens, then the tokens that
+ * it chooses itself, totals[r] in all. It chooses the most likely token after its last known token and after each later
+ * token, wanted[r] in all. Sequences with the largest totals come first. chosen[step][r] is what it chose in a step, and
+ * `logits` has the last ones of each sequence. */
+static PyObject *generate(PyObject *self, PyObject *args)
+{
+    Size embeddings, head, norm, cosine, sine, layers, tokens, given, totals, wanted, starts, chosen, logits;
+    Size rows, width, steps, longest;
+    Model m;
+    if (!PyArg_ParseTuple(args, "(nnnnnnnnnnnnnnfffp)(nnnnnnnnnnn)", &embeddings, &head, &norm, &cosine, &sine, &layers, &m.count,
+                          &m.vocabulary, &m.hidden, &m.inner, &m.heads, &m.kv, &m.dim, &m.block, &m.eps, &m.one, &m.scale,
+                          &m.tanh_form, &tokens, &given, &totals, &wanted, &starts, &chosen, &logits, &rows, &width, &steps,
+                          &longest))
+        return NULL;
+    m.embeddings = (Floats)embeddings, m.head = (Floats)head, m.norm = (Floats)norm;
+    m.cosine = (Floats)cosine, m.sine = (Floats)sine, m.layers = (const Layer *)layers;
+    Size qkv = (m.heads + 2 * m.kv) * m.dim, all_heads = m.heads * m.dim;
+    Size each = 2 * m.hidden + qkv + all_heads + 3 * m.inner;
+    Floats memory = malloc((size_t)(rows * each + m.heads / m.kv * longest) * sizeof(float));
+    Size *positions = malloc((size_t)rows * sizeof(Size));
+    if (memory == NULL || positions == NULL) {
+        free(memory);
+        free(positions);
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    Buffers b = {memory};
+    b.normed = b.x + rows * m.hidden;
+    b.joined = b.normed + rows * m.hidden;
+    b.attended = b.joined + rows * qkv;
+    b.both = b.attended + rows * all_heads;
+    b.gated = b.both + rows * 2 * m.inner;
+    b.scores = b.gated + rows * m.inner;
+    const int64_t *known = (const int64_t *)given, *total = (const int64_t *)totals, *most = (const int64_t *)wanted;
+    int64_t *found = (int64_t *)chosen;
+    Size active = rows;
+    for (Size step = 0; step < steps; step++) {
+        while (active && total[active - 1] <= step)
+            active--;
+        int choosing = 0;
+        for (Size row = 0; row < active; row++) {
+            int64_t token = step < known[row] ? ((const int64_t *)tokens)[row * width + step] : found[(step - 1) * rows + row];
+            memcpy(b.x + row * m.hidden, m.embeddings + token * m.hidden, (size_t)m.hidden * sizeof(float));
+            positions[row] = ((const int64_t *)starts)[row] + step;
+            Size after = step - (known[row] - 1);
+            choosing |= after >= 0 && after < most[row];
+        }
+        run_layers(&m, &b, positions, active);
+        if (!choosing)
+            continue;
+        norm_rows(b.x, m.norm, b.normed, active, m.hidden, m.hidden, m.eps, m.one);
+        multiply_rows(b.normed, m.head, (Floats)logits, active, 0, m.vocabulary, m.hidden, m.vocabulary, 0);
+        for (Size row = 0; row < active; row++)
+            found[step * rows + row] = largest_of((Floats)logits + row * m.vocabulary, m.vocabulary);
+    }
+    Py_END_ALLOW_THREADS
+    free(memory);
+    free(positions);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"rms_norm", rms_norm, METH_VARARGS, "rms_norm(x, weight, out, rows, dim, row stride, eps, one)"},
     {"gated", gated, METH_VARARGS, "gated(x, out, rows, dim, tanh)"},
@@ -380,6 +527,7 @@ static PyMethodDef methods[] = {
     {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
     {"step", step, METH_VARARGS, "step(joined, cos, sin, out, begin, end, heads, scale, (the layer's pages), (the step's rows))"},
     {"multiply", multiply, METH_VARARGS, "multiply(x, w, out, rows, begin, end, dim, row stride of out, add)"},
+    {"generate", generate, METH_VARARGS, "generate((the model), (the sequences))"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", NULL, 0, methods, NULL, NULL, NULL, NULL};

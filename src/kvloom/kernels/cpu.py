@@ -20,12 +20,14 @@ would otherwise read or write wrong memory. Page ids are trusted: they come from
 |                  |                                                 | then `decode`                         |
 | `multiply`       | x [rows, dim], weight [columns, dim]            | [rows, columns]; with `into`, `into`  |
 |                  |                                                 | plus the product, in place            |
+| `SmallModel`     | the known tokens of several sequences           | their next tokens: runs a whole model |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -37,11 +39,14 @@ try:
     from . import _cpu
 except ImportError:  # the package was built without a compiler
     IS_BUILT = False
+HAS_GENERATE = IS_BUILT and hasattr(_cpu, "generate")
 HAS_MULTIPLY = IS_BUILT and hasattr(_cpu, "multiply")  # false for a build of an earlier version
 
 __all__ = [
     "LayerPages",
     "SingleTokenRows",
+    "SmallLayer",
+    "SmallModel",
     "VisibleTokens",
     "act_and_mul",
     "attention_step",
@@ -293,6 +298,138 @@ def attention_step(
             bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at)
         )
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class SmallLayer:
+    """The weights of a decoder layer and its pages. `norm` and `mlp_norm` are [hidden]. The matrices are
+    [outputs, inputs]: `qkv` is q, k and v joined, and `gate_up` is the gate and up projections joined."""
+
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    pages: LayerPages
+
+
+class SmallModel:
+    """A decoder of plain layers, which generates several tokens in one native call, in one thread. Raises ValueError
+    if the shapes of the weights do not fit together, or if a weight is not dense float32 on a CPU.
+
+    `embeddings` and `head` are [vocabulary, hidden], `norm` is the last norm. `cos` and `sin` [positions, dim] are the
+    rotary angles of all positions.
+    """
+
+    def __init__(
+        self,
+        layers: list[SmallLayer],
+        embeddings: torch.Tensor,
+        norm: torch.Tensor,
+        head: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        heads: int,
+        scale: float,
+        eps: float,
+        gemma: bool,
+        tanh: bool,
+    ) -> None:
+        vocabulary, hidden = embeddings.shape
+        pages, inner = layers[0].pages, layers[0].down.shape[1]
+        width, attended = (heads + 2 * pages.heads) * pages.dim, heads * pages.dim
+        wanted = [
+            (embeddings, (vocabulary, hidden)), (head, (vocabulary, hidden)), (norm, (hidden,)),
+            (cos, (len(cos), pages.dim)), (sin, (len(cos), pages.dim)),
+        ]  # fmt: skip
+        for one in layers:
+            wanted += [
+                (one.norm, (hidden,)), (one.qkv, (width, hidden)), (one.output, (hidden, attended)),
+                (one.mlp_norm, (hidden,)), (one.gate_up, (2 * inner, hidden)), (one.down, (hidden, inner)),
+            ]  # fmt: skip
+        for weight, shape in wanted:
+            if weight.shape != shape or not weight.is_contiguous() or not supports(weight):
+                raise ValueError(f"a weight {tuple(weight.shape)} must be {shape}, dense float32 on a CPU")
+        same = {(one.pages.heads, one.pages.dim, one.pages.block) for one in layers}
+        if len(same) > 1 or heads % pages.heads or pages.dim % 2:
+            raise ValueError(f"layers with {same} (KV heads, dim, block) do not fit {heads} heads")
+        self.layers, self.positions = len(layers), len(cos)
+        self.vocabulary, self._block = vocabulary, pages.block
+        self._kept = wanted, layers  # keeps the memory alive, so that the addresses stay valid
+        weights = ("norm", "qkv", "output", "mlp_norm", "gate_up", "down")
+        # The struct `Layer` of `_cpu.c`. The last two columns, address and stride of block tables, are set by each call.
+        self._layers = np.array(
+            [
+                [
+                    *(getattr(one, name).data_ptr() for name in weights),
+                    *one.pages.at[:2],
+                    *one.pages.at[5:],
+                    0,
+                    0,
+                ]
+                for one in layers
+            ],
+            dtype=np.int64,
+        )
+        self._at = (
+            *(x.data_ptr() for x in (embeddings, head, norm, cos, sin)), self._layers.ctypes.data, len(layers),
+            vocabulary, hidden, inner, heads, pages.heads, pages.dim, pages.block, eps, float(gemma), scale, tanh,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        tokens: list[Ints],
+        starts: Ints,
+        wanted: Ints,
+        computed: int,
+        tables: list[npt.NDArray[np.int32]],
+    ) -> tuple[Ints, torch.Tensor]:
+        """Compute the known `tokens` of each sequence, then choose its most likely next tokens, `wanted[i]` in all.
+        Return the chosen tokens [sequences, longest] and the logits of each sequence's last choice. K and V of all
+        tokens but the last chosen token are written. With `computed` = 1, those of the last token are written too.
+
+        `starts` are the positions of the first known tokens. `tables` has the page ids [sequences, blocks] of each
+        layer. All pages must be reserved.
+        """
+        known = np.array([len(one) for one in tokens])
+        totals = known + wanted - 1 + computed
+        ends = starts + totals
+        blocks = -(-int(ends.max()) // self._block)
+        if min(known) < 1 or min(wanted) < 1 or min(starts) < 0 or int(ends.max()) > self.positions:
+            raise ValueError(
+                f"{known} known and {wanted} wanted tokens from {starts} do not fit {self.positions}"
+            )
+        order = np.argsort(-totals, kind="stable")
+        rows, steps = len(order), int(totals.max())
+        given = np.zeros((rows, int(known.max())), np.int64)
+        for row, i in enumerate(order):
+            given[row, : known[i]] = tokens[i]
+        if given.min() < 0 or given.max() >= self.vocabulary:
+            raise ValueError(f"tokens from {given.min()} to {given.max()} exceed {self.vocabulary} entries")
+        lines = {}
+        for number, table in enumerate(tables):
+            if id(table) not in lines:
+                if table.shape[0] != rows or table.shape[1] < blocks:
+                    raise ValueError(f"block tables {table.shape} do not fit {rows} rows of {blocks} blocks")
+                lines[id(table)] = np.ascontiguousarray(table[order, :blocks], dtype=np.int32)
+            self._layers[number, -2:] = lines[id(table)].ctypes.data, blocks
+        parts = [np.ascontiguousarray(x[order], dtype=np.int64) for x in (known, totals, wanted, starts)]
+        chosen = np.zeros((steps, rows), np.int64)
+        logits = torch.empty((rows, self.vocabulary))
+        _cpu.generate(
+            self._at,
+            (
+                given.ctypes.data, *(x.ctypes.data for x in parts), chosen.ctypes.data, logits.data_ptr(),
+                rows, given.shape[1], steps, int(ends.max()),
+            ),
+        )  # fmt: skip
+        found = np.zeros((rows, int(wanted.max())), np.int64)
+        for row, i in enumerate(order):
+            found[i, : wanted[i]] = chosen[known[i] - 1 :, row][: wanted[i]]
+        back = np.argsort(order)
+        return found, logits[torch.from_numpy(back)] if rows > 1 else logits
 
 
 def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:

@@ -30,9 +30,10 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import WHOLE, CacheControl, KVCache, Sequence
 from kvloom.kernels.copy import copy_pages
+from kvloom.kernels.cpu import SmallModel
 from kvloom.kernels.device import upload
 from kvloom.kernels.lora import AdapterRows
-from kvloom.models.fusion import fuse
+from kvloom.models.fusion import fuse, small_model
 from kvloom.models.lora import AdapterSlots
 from kvloom.models.paged import (
     Batch,
@@ -54,6 +55,10 @@ from .graph_capture import CaptureError, GraphMemory
 from .piecewise_graphs import PiecewiseGraphs
 
 __all__ = ["Mirror", "ModelRunner"]
+
+MAX_KNOWN = 8
+"""Largest number of tokens of a sequence that a small model computes natively. Native code computes them one by
+one."""
 
 
 class Mirror(Protocol):
@@ -169,6 +174,11 @@ class ModelRunner:
         is_staged = self._ranks is not None and self._ranks.every.is_staged
         if graphs and buffer.is_cuda and self.pages.is_replayable and not separate and not is_staged:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
+        self._small_model = (
+            small_model(model, self.pages, cache.max_tokens)
+            if target is not None and buffer.is_cpu and not separate and self._ranks is None and lora is None
+            else None
+        )
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
         """Create the objects that capture and replay CUDA graphs. Captures no graph yet."""
@@ -196,6 +206,33 @@ class ModelRunner:
         warnings.warn(f"steps run without CUDA graphs, and slower: {error}", stacklevel=3)
         self.decode_graphs = self.draft_graphs = self.piecewise = None
 
+    def generate(self, works: Many[Work], counts: Many[int], last_too: bool) -> npt.NDArray[np.int64] | None:
+        """Compute the known tokens of each sequence, and its most likely next tokens, `counts[i]` in all, in one native
+        call. Return the chosen tokens [sequences, longest]. Pages for all tokens must be reserved. With `last_too`,
+        also compute the last chosen token.
+
+        Only small draft models on a CPU support this (see `small_model`). For other models, and for steps that native
+        code does not support, return None and compute nothing."""
+        if self._small_model is None or not _is_small(works):
+            return None
+        return self._run_small_model(self._small_model, works, np.array(counts), last_too)[0]
+
+    def _run_small_model(
+        self, small: SmallModel, works: Many[Work], counts: npt.NDArray[np.int64], last_too: bool
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Run the native form of the model (see `SmallModel.generate`)."""
+        cache = self._cache
+        rows = np.array([work.sequence.row for work in works])
+        starts = cache.lengths[rows] + [work.skipped - work.replayed for work in works]
+        ends = starts + [len(work.tokens) for work in works] + counts - 1 + last_too
+        blocks = -(-int(ends.max()) // cache.block_tokens)
+        if (ends > cache.block_tables.blocks[rows] * cache.block_tokens).any():
+            raise ValueError("some tokens of the step have no page; extend the sequence first")
+        columns = [self.pages.table_column(layer) for layer in range(small.layers)]
+        tables = {column: cache.page_tables[column][rows, :blocks] for column in set(columns)}
+        known = [work.tokens if work.source < 0 else self.chosen[work.source, None].numpy() for work in works]
+        return small.generate(known, starts, counts, int(last_too), [tables[one] for one in columns])
+
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
         if runs_separately(self.model):
@@ -220,6 +257,10 @@ class ModelRunner:
         for each draft token. Rows for each entry of `whole` follow, one for every token. The hidden states of `pooled`
         are stored in `hidden_states`.
         """
+        if self._small_model is not None and not (whole or pooled) and _is_small(works):
+            ones = np.ones(len(works), np.int64)
+            logits = self._run_small_model(self._small_model, works, ones, False)[1]
+            return logits if wanted is None else logits[list(wanted)]
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
         if self._ranks is not None and any(work.source >= 0 for work in works):
@@ -489,6 +530,17 @@ def _partial_sum_tokens(longest: int) -> int:
     has at most 64 partial sums, which are enough to fill a device.
     """
     return max(512, -(-longest // (64 * 512)) * 512)
+
+
+def _is_small(works: Many[Work]) -> bool:
+    """Return whether `SmallModel` supports a step: a few tokens of each sequence, without trees, images and cold
+    pages, of which all are written."""
+    return all(
+        len(work.tokens) <= MAX_KNOWN
+        and not (work.parents or work.drafts or work.images or work.sequence.cold_blocks)
+        and (work.rewrites or not work.replayed)
+        for work in works
+    )
 
 
 def _has_images(work: Work) -> bool:

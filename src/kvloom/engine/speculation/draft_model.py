@@ -94,10 +94,19 @@ class DraftModelProposer:
         order = sorted(found, key=lambda one: -one[2])  # requests with the longest drafts first
         rows: list[SamplingRequest] = [SampledRow(request) for _, request, _ in order]
         greedy = all(_is_plain(request) for _, request, _ in order)
+        first = [self._work(request, 0, place) for place, (_, request, _) in enumerate(order)]
+        if greedy:
+            made = self._runner.generate(first, [count for _, _, count in order], self._complete)
+            if made is not None:
+                for (place, _, count), tokens in zip(order, made.tolist(), strict=True):
+                    drafts[place] = tokens[:count]
+                return drafts
         chosen: list[torch.Tensor] = []
         for step in range(order[0][2] + self._runs_after_draft):
             going = [one for one in order if one[2] + self._runs_after_draft > step]
-            works = [self._work(request, step, place) for place, (_, request, _) in enumerate(going)]
+            works = first
+            if step:
+                works = [self._work(request, step, place) for place, (_, request, _) in enumerate(going)]
             active = sum(one[2] > step for one in going)
             logits = self._runner.run(works, range(active))
             if not active:

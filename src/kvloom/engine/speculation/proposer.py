@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.core import CacheControl, Sequence as PageSequence
@@ -49,6 +51,9 @@ class DraftRunner(Protocol):
     tokens: int
 
     def run(self, works: Sequence[Work], wanted: Sequence[int] | None = None) -> torch.Tensor: ...
+    def generate(
+        self, works: Sequence[Work], counts: Sequence[int], last_too: bool
+    ) -> npt.NDArray[np.int64] | None: ...
 
 
 class Proposer(Protocol):

@@ -48,6 +48,29 @@ class CpuDecoderLayer:
         self._own, self._attention, self._output, self._norms = own, attention, output, norms
         self._gate_up, self._down, self._tanh = gate_up, down, tanh
 
+    @property
+    def form(self) -> tuple[int, float, float, bool, bool]:
+        """The numbers that native code needs: heads, scale of attention, epsilon of norms, and whether norms have
+        Gemma's form and gates use tanh. The epsilon is NaN if the two norms differ."""
+        first, second = self._norms
+        same = first[1:] == second[1:]
+        return (
+            self._attention.heads, self._attention.scale, first.eps if same else float("nan"), first.gemma, self._tanh
+        )  # fmt: skip
+
+    def small_layer(self, pages: cpu.LayerPages) -> cpu.SmallLayer:
+        """Return the weights of the layer, for a model that native code runs as a whole."""
+        first, second = self._norms
+        return cpu.SmallLayer(
+            first.module.weight.data,
+            self._attention.product.weight.data,
+            self._output.weight.data,
+            second.module.weight.data,
+            self._gate_up.weight.data,
+            self._down.weight.data,
+            pages,
+        )
+
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         pages, rotary = named.get("pages"), named.get("position_embeddings")
         if (

@@ -557,12 +557,7 @@ class Pages(EmptyCache):
         if self._single_token_rows is False or layer_idx not in self._views:
             return None
         view, span = self._views[layer_idx]
-        if layer_idx not in self._layers:
-            k, v = view.fields.get("k"), view.fields.get("v")
-            fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
-            fits = fits and not span.has_holes and not self._is_divided(view)
-            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
-        layer, key = self._layers[layer_idx], (view.group, view.run)
+        layer, key = self._native_pages(layer_idx), (view.group, view.run)
         if layer is None:
             return None
         if key not in self._single_token_rows:
@@ -576,6 +571,28 @@ class Pages(EmptyCache):
                 tables[rows] if drafts else tables, seen, drafts
             )
         return layer, self._single_token_rows[key]
+
+    def _native_pages(self, layer_idx: int) -> cpu.LayerPages | None:
+        """Return the pages of a layer for native code, or None if native code does not support them."""
+        if layer_idx not in self._layers:
+            view, span = self._views[layer_idx]
+            k, v = view.fields.get("k"), view.fields.get("v")
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
+            fits = fits and not span.has_holes and not self._is_divided(view)
+            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
+        return self._layers[layer_idx]
+
+    def cpu_pages(self, layer_idx: int) -> cpu.LayerPages | None:
+        """Return the pages of a layer with full attention, for `cpu.SmallModel`. Return None if native code does not
+        support the layer."""
+        if layer_idx not in self._views or self.is_invariant or self._views[layer_idx][1].windowed:
+            return None
+        return self._native_pages(layer_idx)
+
+    def table_column(self, layer_idx: int) -> int:
+        """Return the column of the cache's page tables that has the page ids of an attention layer."""
+        view = self._views[layer_idx][0]
+        return self.layout.groups[view.group].column + view.run
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
         """Set the shared runs of decode steps with `rows` sequences. A shared run is a range of pages that several
