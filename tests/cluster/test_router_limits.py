@@ -177,6 +177,8 @@ async def send(app: RouterApplication, path: str, body: Any, raw: bytes | None =
         ("/register", {"endpoint": "tcp://127.0.0.1:1", "model": "m", "replay_endpoint": 5}),
         ("/register", {"endpoint": "tcp://127.0.0.1:1", "model": "m", "hash_model": ["m"]}),
         ("/register", {"endpoint": ["tcp://127.0.0.1:1"], "url": "http://127.0.0.1:1", "model": "m"}),
+        ("/register", {"endpoint": "tcp://127.0.0.1:1", "model": "m", "url": 5}),
+        ("/register", {"endpoint": "tcp://127.0.0.1:1", "model": "m", "url": {"a": 1}}),
         ("/query", {"model": ["m"]}),
         ("/query", {"model": {"m": 1}, "token_ids": [1]}),
         ("/query", {"model": "m", "token_ids": 5}),

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from kvloom.serve.api.allowed_folders import allowed_folder
+from kvloom.serve.errors import ApiError
 from tests.models.lora_adapters import greedy, merged, write_adapter
 from tests.serve.running import MODEL, Running, running, serve_command
 
@@ -126,6 +128,14 @@ def test_adapters_are_loaded_and_unloaded_by_the_api(
     status, _, refusal = server.send("POST", "/v1/completions", {"model": "talk", "prompt": "x"}, key=USER)
     assert status == 404
     assert change(server, "unload", lora_name="talk")[0] == 404
+
+
+def test_links_that_form_a_loop_are_no_allowed_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for asked in ("a", "a/x", str(tmp_path / "b")):
+        with pytest.raises(ApiError, match="is not a folder below"):
+            allowed_folder(asked, [tmp_path.resolve()], "lora_path", "--lora-dir")
 
 
 def test_loading_needs_an_admin_key_and_an_allowed_folder(server: Running, shelf: Path, folder: Path) -> None:

@@ -215,8 +215,8 @@ class RouterApplication:
                 "send url (a worker's HTTP address) or endpoint (the ZMQ address of its events)", "url"
             )
         model = body.get("model_name") or body.get("modelname") or body.get("model")
-        if isinstance(url, str) and not url.startswith(("http://", "https://")):
-            raise bad_request(f"url {url!r} must start with http:// or https://", "url")
+        if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
+            raise bad_request(f"url {url!r:.100} must start with http:// or https://", "url")
         if endpoint is not None and not isinstance(model, str):
             raise bad_request("endpoint needs model_name", "model_name")
         for field in ("endpoint", "replay_endpoint"):

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from kvloom.core.layout.pool_layout import HASH_TOKENS
 from kvloom.core.pool.page_pool import Ids
 
@@ -27,6 +29,8 @@ class OffloadBatch(NamedTuple):
     | numbering | kind of the groups: "token" or "state"                                                      |
     | hashes    | block hash of each row of `rows`                                                            |
     | rows      | page ids, one column per page of a block or of a state; id 0 means no page                  |
+    | tokens    | number of tokens of each row of `rows`. A partial block has fewer tokens than its pages     |
+    |           | have space for. For states, the position of the state                                       |
     | pages     | for each page of `rows`, the id of the page that contains its bytes until the next          |
     |           | `take_copies`. For the target of a pending copy, this is the source. Id 0 means unknown     |
     | evicted   | true: the pages are evicted and will be overwritten soon; false: their sequence closed,     |
@@ -50,6 +54,7 @@ class OffloadBatch(NamedTuple):
     was_hit: bool
     root: bytes
     age: int
+    tokens: Ids
 
 
 class OffloadSource:
@@ -174,14 +179,17 @@ class OffloadSource:
             return
         hashes = self._row_hashes(node, first, last)
         age = self._age(node)
+        tokens = np.full(last - first, self._block, np.int32)
+        if last == node.count and node.end % self._block:
+            tokens[-1] = node.end % self._block
         # If a node grew since a mark, the blocks that were full at the mark are older than its other blocks.
         settled = node.start if node.offload is None else node.offload.settled
         full = last if age == 2 else settled // self._block - node.start // self._block
         cut = max(0, min(last, full) - first)
         if cut:
-            self._emit("token", hashes[:cut], rows[:cut], node, evicted, min(2, age + 1))
+            self._emit("token", hashes[:cut], rows[:cut], tokens[:cut], node, evicted, min(2, age + 1))
         if cut < len(rows):
-            self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
+            self._emit("token", hashes[cut:], rows[cut:], tokens[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
         """Return the age of the newest pages of a node, in step marks: 0, 1 or 2, as in `OffloadBatch`."""
@@ -192,7 +200,8 @@ class OffloadSource:
         row = node.pages[(position - 1) // self._block - node.start // self._block][None].copy()
         if row.any():
             hashes = [self._publisher.block_hash_at(node, position)]
-            self._emit("token", hashes, row, node, evicted, self._age(node))
+            tokens = np.full(1, (position - 1) % self._block + 1, np.int32)
+            self._emit("token", hashes, row, tokens, node, evicted, self._age(node))
 
     def _collect_states(self, checkpoint: Checkpoint, evicted: bool) -> None:
         if checkpoint.states is not None:
@@ -200,15 +209,25 @@ class OffloadSource:
             used = max(checkpoint.last_used, node.last_used)
             age = sum(used < marked for marked in self._marked)
             hashes = [self._publisher.hash_at(node, checkpoint.position)]
-            self._emit("state", hashes, states, node, evicted, age)
+            tokens = np.full(1, checkpoint.position, np.int32)
+            self._emit("state", hashes, states, tokens, node, evicted, age)
 
     def _emit(
-        self, numbering: str, hashes: list[bytes], rows: Ids, node: Node, evicted: bool, age: int
+        self,
+        numbering: str,
+        hashes: list[bytes],
+        rows: Ids,
+        tokens: Ids,
+        node: Node,
+        evicted: bool,
+        age: int,
     ) -> None:
         pages, root = self._current_pages(numbering, rows), node.root
         tenant = node.owner.tenant
         self._listener(
-            OffloadBatch(numbering, hashes, rows, pages, tenant, evicted, node.hits > 0, root.hash, age)
+            OffloadBatch(
+                numbering, hashes, rows, pages, tenant, evicted, node.hits > 0, root.hash, age, tokens
+            )
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:

@@ -132,7 +132,8 @@ class ColdPages:
         try:
             for group, form, column in self._columns(request):
                 objects = Objects(hashes, group.index, form, request.control.tenant)
-                leases.append(self._copy(group, objects, rows[:, column], keep))
+                number, tokens = column - group.column, np.full(len(rows), block)
+                leases.append(self._copy(group, number, objects, rows[:, column], tokens, keep))
                 hashes = hashes[: _first_missing(leases[-1])]
                 rows = rows[: len(hashes)]
                 host_pages[: len(rows), column] = leases[-1].offsets[: len(rows)] // group.page_stride
@@ -170,7 +171,9 @@ class ColdPages:
             hashes, is_complete = self._block_hashes(request, 0, position, None), True
             for group, form, blocks, pages in self._visible_pages(request, sequence, position):
                 objects = Objects([hashes[b] for b in blocks], group.index, form, request.control.tenant)
-                lease = self._copy(group, objects, pages, keep=True)
+                number = self._forms_of(request)[group.index].index(form)
+                tokens = position - np.asarray(blocks) * cache.block_tokens
+                lease = self._copy(group, number, objects, pages, tokens, keep=True)
                 is_complete &= bool((lease.offsets >= 0).all())
                 lease.release()
             if is_complete:
@@ -300,9 +303,12 @@ class ColdPages:
         ids = request.ids(len(request.tokens) if media else end)
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
-    def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
+    def _copy(
+        self, group: PageGroup, run: int, objects: Objects, pages: Ids, tokens: Ids, keep: bool
+    ) -> Lease:
         """Copy `pages` of one layer group to host memory, and lease them there for reading. `objects` are their keys,
-        in the same order. Waits for the copy. Pages that host memory already has are not copied again.
+        and `tokens` their numbers of tokens, in the same order. `run` is the number of the pages in their blocks. Waits
+        for the copy. Pages that host memory already has are not copied again.
 
         If host memory has no space for a page, its offset in the lease is negative. If `keep` is false, the pages are
         freed when the lease ends.
@@ -311,7 +317,9 @@ class ColdPages:
         is_new = written.results == int(Outcome.PENDING)
         try:
             if is_new.any():
-                self._pages.offload(group, pages[is_new], written.offsets[is_new]).synchronize()
+                offsets = written.offsets[is_new]
+                self._pages.offload(group, pages[is_new], offsets).synchronize()
+                self._pages.clear_unwritten(group, run, offsets, tokens[is_new])
             done = True
         finally:
             written.release(done)

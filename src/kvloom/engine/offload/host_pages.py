@@ -135,9 +135,11 @@ def _layers(layout: PoolLayout) -> dict[str, LayerSpec]:
     return {name: group.spec for group in layout.groups for name in group.layers}
 
 
-def _page_fields(group: PageGroup) -> PageFields:
+def _page_fields(group: PageGroup, run: int = 0) -> PageFields:
+    """Return the fields of page `run` of a block. The last page may have fewer layers than the others."""
     tokens = group.block_tokens if group.spec.unit == "token" else 0
-    return PageFields(group.spec.fields, group.run_layers, tokens, group.layer_bytes, group.page_stride)
+    layers = min(group.run_layers, len(group.layers) - run * group.run_layers)
+    return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, group.page_stride)
 
 
 def open_host(
@@ -321,6 +323,9 @@ class HostPages:
         self._memory = torch.from_numpy(arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
+        self._fields = [
+            [_page_fields(group, run) for run in range(group.runs)] for group in layout.whole().groups
+        ]
         part = part or TensorPart(0, 1 if ranks is None else ranks.count // layout.part.count)
         self._ranges: list[list[PageRange]] | None = None
         self._runs: dict[tuple[int, bool], list[RangeRun]] = {}
@@ -378,6 +383,23 @@ class HostPages:
         number = self._ranks.offload(group, pages, offsets)
         with self._failing(self._ranks):
             return RankEvent(self._copy_out(group, pages, offsets, age), self._ranks, number)
+
+    def clear_unwritten(
+        self, group: PageGroup, run: int, offsets: npt.NDArray[np.int64], tokens: Ids
+    ) -> None:
+        """Set the bytes of pages in the arena to 0 that the owner of the pages has not written: padding, and all tokens
+        after the first `tokens` of each page. In the pool, these bytes are from earlier owners of the page, which may be
+        other tenants. `run` is the number of the pages in their blocks, and `offsets` are their offsets in the arena.
+
+        Call this method after a copy to the arena is done, before others may read the pages.
+        """
+        fields = self._fields[group.index][run]
+        for start, stop in fields.padding:
+            for offset in offsets.tolist():
+                self._arena[offset + start : offset + stop] = 0
+        for index in np.flatnonzero(tokens < fields.tokens).tolist():
+            page = self._arena[offsets[index] : offsets[index] + fields.page_bytes]
+            fields.clear_from(page, int(tokens[index]))
 
     def load(
         self, group: PageGroup, pages: Ids, offsets: npt.NDArray[np.int64]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -49,6 +50,8 @@ class _PendingOffload:
     """Marks the pages that this copy adds to host memory. None means all pages."""
     was_hit: bool
     evicted: bool
+    clear: Callable[[], None]
+    """Clears the bytes of the copied pages that their owner has not written."""
     retained: OffloadBatch | None = None
 
     @property
@@ -209,16 +212,20 @@ class PageOffloader:
             for run, form in enumerate(forms[group.index]):
                 column = group.column + run
                 pages, own, hashes = batch.pages[:, column], batch.rows[:, column], batch.hashes
+                tokens = batch.tokens
                 if not pages.all():
                     at = np.flatnonzero(pages)
                     if not at.size:
                         continue
                     pages, own, hashes = pages[at], own[at], [hashes[i] for i in at.tolist()]
+                    tokens = tokens[at]
                 objects = Objects(hashes, group.index, form, batch.tenant)
                 lease = self.transfers.host.reserve(objects)
                 is_new = lease.results == _PENDING
                 new = None if is_new.all() else is_new
-                sources, offsets = (pages, lease.offsets) if new is None else (pages[new], lease.offsets[new])
+                sources, offsets = pages, lease.offsets
+                if new is not None:
+                    sources, offsets, tokens = sources[new], offsets[new], tokens[new]
                 event: Event = _DONE
                 try:
                     if sources.size:
@@ -226,7 +233,8 @@ class PageOffloader:
                 except BaseException:
                     lease.release(False)
                     raise
-                offload = _PendingOffload(event, lease, objects, new, batch.was_hit, batch.evicted)
+                clear = partial(self._pages.clear_unwritten, group, run, offsets, tokens)
+                offload = _PendingOffload(event, lease, objects, new, batch.was_hit, batch.evicted, clear)
                 self._pending.append(offload)
                 self.copying_keys.update(offload.new_keys)
                 if event.query():
@@ -244,6 +252,7 @@ class PageOffloader:
         """Finish a copy to host memory: release its pages, count it, and pass its pages to the other tiers."""
         if not offload.evicted:
             self.demote_copies([offload.lease])
+        offload.clear()
         offload.lease.release(True)
         self.copying_keys.difference_update(offload.new_keys)
         if offload.retained is not None:
@@ -272,4 +281,5 @@ def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
         hashes=list(chain.from_iterable(batch.hashes for batch in batches)),
         rows=rows,
         pages=pages,
+        tokens=np.concatenate([batch.tokens for batch in batches]),
     )

@@ -20,6 +20,6 @@ def allowed_folder(asked: str, allowed: Sequence[Path], field: str, option: str)
             folder = (above / asked).resolve()  # an absolute path replaces `above`
             if folder != above and folder.is_relative_to(above) and folder.is_dir():
                 return folder
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: links that form a loop
             continue
     raise bad_request(f"{field} {asked[:200]!r} is not a folder below those of {option}", field)

@@ -147,6 +147,6 @@ def _whole(given: dict[str, str], name: str) -> int | None:
     text = given.pop(name, "")
     if not text:
         return None
-    if not re.fullmatch(r"\d{1,9}", text):
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         raise bad_request(f"{name} is not a whole number", name)
     return int(text)

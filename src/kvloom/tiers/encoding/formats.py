@@ -59,6 +59,31 @@ class PageFields:
     page_bytes: int
     order: Order = "HND"
 
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """The byte ranges (start, stop) of a page that are in no field."""
+        units = self.tokens or 1
+        used = units * sum(DTYPE_BYTES[field.dtype] * math.prod(field.shape) for field in self.fields)
+        ends = [(at + used, at + self.layer_bytes) for at in self._layer_starts]
+        ends.append((self.layers * self.layer_bytes, self.page_bytes))
+        return [(start, stop) for start, stop in ends if start < stop]
+
+    @property
+    def _layer_starts(self) -> range:
+        return range(0, self.layers * self.layer_bytes, self.layer_bytes)
+
+    def clear_from(self, page: Any, tokens: int) -> None:
+        """Sets the tokens of a page from index `tokens` on to 0, in all fields. Does nothing for a recurrent state."""
+        if self.tokens:
+            for view in self.views(page):
+                view[:, tokens:] = 0
+
+    def clear_padding(self, page: Any) -> None:
+        """Sets the padding of a page to 0."""
+        data = memoryview(page).cast("B")
+        for start, stop in self.padding:
+            data[start:stop] = bytes(stop - start)
+
     def views(self, page: Any) -> list[Array]:
         """Returns a view of each field as [layers, tokens, *shape], whatever the order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
@@ -86,8 +111,9 @@ def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFi
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
     """Copies the tokens of smaller pages (`units`) to a page, in order. If all units together have fewer tokens than
-    the page, the rest of the page is set to 0."""
+    the page, the rest of the page is set to 0. Padding is also set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
+    shape.clear_padding(page)
 
 
 def _copy_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields, joined: bool) -> None:

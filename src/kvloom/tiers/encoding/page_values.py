@@ -78,7 +78,8 @@ class PageValues:
         values[at:] = 0
 
     def fill(self, page: Any, values: Any) -> None:
-        """Fills a page from `values`, which were read from a page of any KV dtype."""
+        """Fills a page from `values`, which were read from a page of any KV dtype. Sets padding to 0."""
+        self.page.clear_padding(page)
         source = np.frombuffer(memoryview(values).cast("B"), np.uint8)
         if not self.page.tokens:
             target = np.frombuffer(memoryview(page).cast("B"), np.uint8)
