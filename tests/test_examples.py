@@ -31,6 +31,7 @@ EXPECTED = {
     "toy_engine.py": "72 requests; ",
     "hundred_line_engine.py": "48 requests; 168 pages loaded",
     "custom_policy.py": "deepest first:",
+    "adapters.py": "activated: 103 of 106 tokens from the base model",
     "transformers_generate.py": "same tokens",
 }
 

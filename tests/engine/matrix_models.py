@@ -85,8 +85,10 @@ def prompts(family: str) -> list[Prompt]:
 
 
 def params(samples: str = "1") -> SamplingParams:
-    """Return the parameters of one greedy answer, of three drawn ones, or of three beams."""
+    """Return the parameters of one greedy answer, of three drawn ones, of three beams, or of a prefill worker."""
     more: dict[str, Any] = {"temperature": 0.0}
+    if samples == "prefill":
+        return SamplingParams(max_tokens=1, **more)
     if samples == "3":
         more = {"n": 3, "temperature": 1.0, "seed": 11}
     elif samples == "beams":
@@ -148,6 +150,17 @@ class Wanted:
         if not folder.exists():
             write_eagle(folder, model_of(family).get_output_embeddings().weight.detach(), alike=False)
         return model_of(family), f"eagle={folder}"
+
+    def checkpoint(self, case: Case) -> str:
+        """Return a folder with the model of a case."""
+        family = case["family"]
+        if case["speculate"] == "head" and family in MTP_FAMILIES:
+            self.head(family)
+            return str(self._folder / "heads" / family)
+        folder = self._folder / "models" / family
+        if not folder.exists():
+            model_of(family).save_pretrained(folder)
+        return str(folder)
 
     def tokens(self, case: Case) -> list[list[list[int]]]:
         """Return the tokens by prompt and sample: those of `generate()` for greedy answers in an exact dtype, and those

@@ -201,6 +201,25 @@ def test_decode_worker_asks_only_for_what_it_lacks() -> None:
     closed(first)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_requests_that_pull_the_same_pages_wait_for_them(family: str) -> None:
+    """One request pulls the common pages. The others wait until these pages have arrived, and lose no hand-over."""
+    (prefix,) = drawn(("same pages", family), 100)
+    prompts = [[*prefix, end, 9, 11] for end in range(5, 9)]
+    first = prefill_engine(family)
+    second = decode_engine(family, first)
+    given = [first.add(prompt, greedy(1), offers_pages=True) for prompt in prompts]
+    step_until(finished(*given), first)
+    got = [second.add(prompt, greedy(4), awaits_peer=address_of(first)) for prompt in prompts]
+    step_until(finished(*got), second)
+    assert [request.tokens for request in got] == expected(tiny(family), prompts, 4)
+    stats = offload_of(second).stats
+    assert (stats.hand_overs, stats.cut_hand_overs) == (4, 0)
+    assert all(request.cached_tokens == (102 if second.layout.of("state") else 96) for request in got)
+    closed(second)
+    closed(first)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 def test_lost_prefill_engine(family: str) -> None:
     """The prefill engine closes in the middle: the pulled pages are used, the rest is computed."""

@@ -1,40 +1,53 @@
 """Every pair of features at once: model family, source of the hit, dtype, speculation, samples, preemption, chunks,
-tenants, adapters, ranks and reused documents. A covering array contains every pair that is not refused, and random cases
-contain larger combinations.
+tenants, adapters, ranks, roles and reused documents. A covering array contains every pair that is not refused, and random
+cases contain larger combinations.
 
 All requests of a case must give the tokens of a plain engine, which for exact dtypes are those of `generate()`.
+
+    KVLOOM_MATRIX_SEED=8 KVLOOM_MATRIX_CASES=50 pytest tests/engine/test_matrix.py -k random     other random cases
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvloom.combinations import REFUSED
 from kvloom.core import CacheControl, PoolLayout, Tenant
-from kvloom.engine import Engine, Request
+from kvloom.engine import Engine, EngineConfig, Request, load_ranks
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer
+from kvloom.tiers.remote.redis_protocol import RespConnection
 from tests.engines import make_engine
+from tests.tiers.servers import redis_server
 
 from .covering import Case, pairs_of
-from .feature_matrix import EXCLUDED, FACTORS, cases
+from .feature_matrix import EXCLUDED, FACTORS, PROCESS_CASES, SEED, pair_cases, random_cases
 from .matrix_models import COPIED, KV_DTYPES, PREFIX, SHARE, Wanted, add, model_of, outputs, prompts
-from .test_offload import PATIENT, stored
+from .test_hand_over import address_of, step_until
+from .test_offload import PATIENT, offload_of
+from .test_rank_tiers import stored
 from .thread_ranks import context_engine, parallel_engine
 
 LAYOUTS: dict[tuple[str, ...], PoolLayout] = {}
 """The layout of the pages of a family, dtype, speculation and number of ranks."""
-CASES = cases()
+CASES = pair_cases()
+PREFILL_HOST = "host:16MiB?share=0&checked=1"
+"""The host memory of a prefill worker, which a decode worker reads."""
+UNHURRIED = replace(PATIENT, hand_over_seconds=60.0)
+STORES = {"store": "redis"}
+"""The name of a tier in `Request.hits`, if it differs from the level."""
 
 
 def name_of(case: Case) -> str:
@@ -54,13 +67,38 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     return Wanted(tmp_path_factory.mktemp("matrix"))
 
 
+@pytest.fixture(scope="module")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as (port, _):
+        yield port
+
+
+@contextmanager
+def source_of(case: Case, folder: Path, request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """The tiers of the engine that computes the prompts. An empty store is started for a case that needs one."""
+    hit = case["hit"]
+    tiers = [PREFILL_HOST] if case["role"] == "split" else ["host:8MiB"] if hit == "host" else []
+    with ExitStack() as opened:
+        if hit == "disk":
+            tiers.append(f"disk:{folder / 'kv'}:64MiB")
+        elif hit == "peer":
+            tiers.append(opened.enter_context(peer_memory()))
+        elif hit == "store":
+            port = request.getfixturevalue("redis_port")
+            client = RespConnection(("127.0.0.1", port), 20, limit=1 << 20)
+            client.call("FLUSHALL")
+            client.close()
+            tiers.append(f"redis://127.0.0.1:{port}?capacity=64MiB&timeout=20")
+        yield tiers
+
+
 @contextmanager
 def peer_memory() -> Iterator[str]:
     """The memory of another process, as far as an engine can tell."""
     memory = SharedMemory(16 << 20)
     peer = PeerServer(HostTier(HostConfig(memory.size, 1 << 20), buffer=memory.buffer), PeerConfig(), memory)
     try:
-        yield "peer://{}:{}?timeout=5".format(*peer.address)
+        yield "peer://{}:{}?timeout=20".format(*peer.address)
     finally:
         peer.close()
 
@@ -81,8 +119,8 @@ def pool_bytes(case: Case, wanted: Wanted) -> int:
     return layout.slab_bytes * (slabs * 5 // 4 + 2 if case["pool"] == "tight" else 20 * slabs)
 
 
-def engine_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine:
-    """Return an engine with a pool of `pool` bytes and the settings of a case. Raises ValueError if they are refused."""
+def settings_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a case, and the settings of its engine."""
     family = case["family"]
     model = model_of(family)
     settings: dict[str, Any] = {
@@ -91,7 +129,7 @@ def engine_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine
         "speculate": case["speculate"],
         "token_budget": int(case["chunk"]),
         "tiers": tiers,
-        "offload": PATIENT,
+        "offload": UNHURRIED,
         "tenants": [Tenant("t")],
     }
     if case["speculate"] == "draft":
@@ -102,45 +140,117 @@ def engine_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine
         settings["lora"] = {"adapter": str(wanted.adapter(family))}
     if case["documents"] == "reused":
         settings["reuse_documents"] = SHARE
+    return model, settings
+
+
+def engine_of(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine:
+    """Return an engine with a pool of `pool` bytes and the settings of a case. Its ranks are threads. Raises ValueError
+    if the settings are refused."""
+    model, settings = settings_of(case, wanted, tiers, pool)
     if case["ranks"] == "1":
         return make_engine(deepcopy(model), **settings)
     return (parallel_engine if case["ranks"] == "tensor" else context_engine)(model, 2, **settings)
 
 
+def process_engine(case: Case, wanted: Wanted, tiers: list[str], pool: int) -> Engine:
+    """Return an engine with the settings of a case. Its ranks are processes, which load the model from a folder."""
+    _, settings = settings_of(case, wanted, tiers, pool)
+    settings[f"{case['ranks']}_parallel"] = 2
+    config = EngineConfig(**settings)
+    model, _, group = load_ranks(
+        wanted.checkpoint(case), config, torch.float32, torch.device("cpu"), threads=1
+    )
+    assert group is not None
+    try:
+        return Engine(model, config, group=group)
+    except BaseException:
+        group.close()
+        raise
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_features_together(case: Case, wanted: Wanted, tmp_path: Path) -> None:
-    run(case, wanted, tmp_path)
+def test_features_together(
+    case: Case, wanted: Wanted, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run(case, wanted, tmp_path, request)
 
 
-def run(case: Case, wanted: Wanted, folder: Path) -> list[Request]:
-    """Let an earlier request fill the source of the hit, then send all prompts at once. Return their requests."""
+@pytest.mark.slow
+@pytest.mark.parametrize("case", random_cases(), ids=lambda case: f"seed={SEED}-{name_of(case)}")
+def test_random_features_together(
+    case: Case, wanted: Wanted, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The name of a failed test contains the seed of its case."""
+    run(case, wanted, tmp_path, request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROCESS_CASES, ids=name_of)
+def test_features_together_with_rank_processes(
+    case: Case, wanted: Wanted, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run(case, wanted, tmp_path, request, process_engine)
+
+
+MakeEngine = Callable[[Case, Wanted, list[str], int], Engine]
+
+
+def run(
+    case: Case, wanted: Wanted, folder: Path, request: pytest.FixtureRequest, make: MakeEngine = engine_of
+) -> None:
+    """Let an earlier request fill the source of the hit, then send all prompts at once, and check their tokens."""
     asked = prompts(case["family"])
     of_request: dict[str, Any] = {"tenant": "t" if case["tenant"] == "salted" else ""}
     if case["lora"] != "none":
         of_request["lora"] = case["lora"]
-    with peer_memory() as peer:
-        urls = {"host": ["host:8MiB"], "disk": [f"disk:{folder / 'kv'}:64MiB"], "peer": [peer]}
-        tiers = urls.get(case["hit"], [])
-        pool = pool_bytes(case, wanted)
-        engine = engine_of(case, wanted, tiers, pool)
-        try:
-            if case["hit"] != "none":
-                add(engine, asked[0], case, "1", **of_request)
-                engine.run()
-            if case["hit"] in ("disk", "peer"):
-                engine.close()
-                engine = engine_of(case, wanted, tiers, pool)
-            elif case["hit"] == "host":
-                stored(engine)
-                evict_all(engine)
+    pool = pool_bytes(case, wanted)
+    with source_of(case, folder, request) as tiers, ExitStack() as opened:
+        if case["hit"] in ("disk", "store", "peer"):
+            with closing(engine_of(case, wanted, tiers, pool)) as earlier:
+                add(earlier, asked[0], case, "1", **of_request)
+                earlier.run()
+        engine = opened.enter_context(closing(make(case, wanted, tiers, pool)))
+        if case["hit"] in ("device", "host"):
+            add(engine, asked[0], case, "1", **of_request)
+            engine.run()
+        if case["hit"] == "host":
+            evict_all(engine)
+            stored(engine)
+        if case["role"] == "whole":
             requests = [add(engine, one, case, case["samples"], **of_request) for one in asked]
             engine.run()
-            check(case, requests, wanted)
-            engine.cache.check()
-        finally:
-            engine.close()
-    return requests
+            check(case, requests, requests, wanted)
+        else:
+            peer = address_of(engine)
+            decode = opened.enter_context(closing(make(case, wanted, [f"peer://{peer}?timeout=60"], pool)))
+            requests = [
+                add(decode, one, case, case["samples"], awaits_peer=peer, **of_request) for one in asked
+            ]
+            offers = [add(engine, one, case, "prefill", offers_pages=True, **of_request) for one in asked]
+            run_both(engine, decode)
+            check(case, requests, offers, wanted)
+            check_hand_overs(case, decode)
+            decode.cache.check()
+        engine.cache.check()
+
+
+def run_both(prefill: Engine, decode: Engine) -> None:
+    """Run two engines until all requests have finished."""
+
+    def is_done() -> bool:
+        offload_of(prefill).poll()  # as a server does while it is idle
+        return not prefill.busy and not decode.busy
+
+    step_until(is_done, prefill, decode)
+
+
+def check_hand_overs(case: Case, decode: Engine) -> None:
+    """Check that pages came from the prefill worker. A tight pool of a prefill worker may evict pages too early."""
+    stats = offload_of(decode).stats
+    if case["pool"] == "roomy":
+        assert (stats.hand_overs, stats.cut_hand_overs) == (3, 0)
+    assert stats.handed_over_pages > 0
 
 
 def evict_all(engine: Engine) -> None:
@@ -156,7 +266,10 @@ def evict_all(engine: Engine) -> None:
         sequence.close()
 
 
-def check(case: Case, requests: list[Request], wanted: Wanted) -> None:
+def check(case: Case, requests: list[Request], hits: list[Request], wanted: Wanted) -> None:
+    """Check the tokens of all requests. Check that the requests `hits` found pages in the source of the case."""
+    if case["role"] == "split":
+        case = case | {"documents": "none"}  # documents of a hand-over are computed
     exact = wanted.tokens(case | {"documents": "none"})
     for request, tokens, computed in zip(requests, wanted.tokens(case), exact, strict=True):
         assert {sample.finish_reason for sample in request.returned_samples} == {"length"}
@@ -170,9 +283,10 @@ def check(case: Case, requests: list[Request], wanted: Wanted) -> None:
     # Requests in a tight pool may have evicted the pages.
     if case["hit"] == "none" or case["pool"] == "tight":
         return
-    assert any(request.cached_tokens for request in requests)
-    if case["hit"] in ("host", "disk", "peer"):
-        assert sum(request.hits.get(case["hit"], 0) for request in requests) > 0
+    assert any(request.cached_tokens for request in hits)
+    if case["hit"] != "device":
+        tier = STORES.get(case["hit"], case["hit"])
+        assert sum(request.hits.get(tier, 0) for request in hits) > 0
     if case["documents"] == "reused":
         assert all(request.reused_tokens == COPIED for request in requests)
 

@@ -127,6 +127,7 @@ def test_adapters_are_loaded_and_unloaded_by_the_api(
     assert names(server) == {MODEL: None, "sql": MODEL}
     status, _, refusal = server.send("POST", "/v1/completions", {"model": "talk", "prompt": "x"}, key=USER)
     assert status == 404
+    assert refusal["error"]["message"] == f"model 'talk' is not served here; use '{MODEL}' or 'sql'"
     assert change(server, "unload", lora_name="talk")[0] == 404
 
 
@@ -171,7 +172,8 @@ def test_a_restarted_engine_has_the_same_adapters(
     ("arguments", "reason"),
     [
         (["--lora", "x"], "is not NAME=FOLDER"),
-        (["--lora", "x=/nowhere"], "the folder has no adapter_config.json"),
+        (["--lora", "x=/nowhere"], "lora x=/nowhere: there is no such folder"),
+        (["--lora", "x=/"], "the folder has no adapter_config.json"),
         (["--lora", f"{MODEL}=SHELF/sql"], "is the name of a model already"),
         (["--lora-dir", "SHELF"], "--lora-dir needs slots for adapters: add --max-loras N"),
     ],

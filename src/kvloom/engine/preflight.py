@@ -57,6 +57,10 @@ def check_engine(
     check_tiers(tiers)
     make_policy(config.eviction_policy)
     for name, path in config.adapters.items():
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"lora {name}={path}: there is no such folder: give the folder of a PEFT adapter"
+            )
         if not (Path(path) / "adapter_config.json").is_file():
             raise ValueError(
                 f"lora {name}={path}: the folder has no adapter_config.json: give the folder of a PEFT adapter"

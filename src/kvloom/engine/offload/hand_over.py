@@ -123,7 +123,7 @@ class HandOver:
 
     def advance(self, now: float) -> bool:
         """Collect arrived pages and request the next pages. Return whether more pages may arrive. Does not block."""
-        for pull in [pull for pull in self._pulls if pull.fetch.done]:
+        for pull in [pull for pull in self._pulls if self._has_ended(pull)]:
             self._pulls.remove(pull)
             self._collect(pull, now)
         if self._lookup is not None:
@@ -146,6 +146,16 @@ class HandOver:
         for pull in self._pulls:
             pull.fetch.cancel()
         self._pulls, self._lookup = [], None
+
+    def _has_ended(self, pull: _Pull) -> bool:
+        """Return whether no page of a pull is in transfer. Another request may load the same pages. A fetch does not
+        load them again, and ends before they have arrived."""
+        host = self._transfers.host
+        return pull.fetch.done and not any(
+            key in host and not is_stored
+            for objects in pull.objects
+            for key, is_stored in zip(objects.keys, host.lookup(objects).tolist(), strict=True)
+        )
 
     def _collect(self, pull: _Pull, now: float) -> None:
         """Count the pages of a finished transfer. If the transfer did not load all pages, request the missing pages
@@ -191,9 +201,8 @@ class HandOver:
             for key, first in zip(one.keys, firsts, strict=True):
                 if first in lookup.queue_of and key not in self._transfers.host:
                     tier_of[key] = lookup.queue_of[first]
-        if tier_of:
-            fetch = self._transfers.fetch(objects, tier_of, now + self._patience)
-            self._pulls.append(_Pull(self._found, objects, tier_of, fetch))
+        fetch = self._transfers.fetch(objects, tier_of, now + self._patience)
+        self._pulls.append(_Pull(self._found, objects, tier_of, fetch))
         self._found += count
         self._progress_at = now
 

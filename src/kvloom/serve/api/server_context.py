@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from .served_model import ServedModel
 __all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
 MOST_DIGITS = 18
+MAX_NAMES = 10
+"""Largest number of adapters that an error lists."""
 SMALL_BODY_BYTES = 1 << 13
 """Bodies with fewer bytes than this are parsed in the event loop, because a switch to another thread would take longer.
 """
@@ -78,7 +81,8 @@ class ServerContext:
         for served in self.models.values():
             if served.adapter(asked) is not None:
                 return served
-        raise unknown_model(name or "", self.models)
+        adapters = (one.name for served in self.models.values() for one in served.adapters)
+        raise unknown_model(name or "", [*self.models, *itertools.islice(adapters, MAX_NAMES)])
 
     def adapter(self, name: str | None) -> str | None:
         """Return the LoRA adapter that a request with this model name uses, or None for a base model."""
@@ -133,8 +137,8 @@ class ServerContext:
             return
         raise ApiError(
             403,
-            "admin key required: this shows all tenants; mark a key of --api-keys with `admin` at the end of its line, "
-            'or with "admin": true',
+            "admin key required: this request reads or changes data of all tenants; mark a key of --api-keys with "
+            '`admin` at the end of its line, or with "admin": true',
             code="not_admin",
         )
 
