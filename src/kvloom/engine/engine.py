@@ -224,6 +224,9 @@ class Engine:
         elif runs_separately(self.model):
             offload.cold = None
             offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
+        elif self.model.config.is_encoder_decoder:
+            offload.cold = None
+            offload.cold_refusal = refused("encoder-decoder, cold pages", model=type(self.model).__name__)
         return offload
 
     def _open_encoders(self, image_part: str) -> RemoteEncoders | None:
@@ -270,6 +273,8 @@ class Engine:
         model, cache, pages = type(self.model).__name__, self.cache, self.runner.pages
         if runs_separately(self.model):
             raise ValueError(refused("documents, own cache", model=model))
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(refused("documents, encoder-decoder", model=model))
         if cache.has_states:
             raise ValueError(refused("documents, states", model=model))
         if not all(group.spec.visibility.is_relative for group in self.layout.of("token")):
@@ -1053,6 +1058,8 @@ def _check_model(model: Any, config: EngineConfig, group: RankGroup | None) -> N
         raise ValueError(refused("head, own cache", head=config.head, model=name))
     if config.encoders and model.config.is_encoder_decoder:
         raise ValueError(refused("encoders, encoder-decoder", model=name))
+    if config.uses_lora and model.config.is_encoder_decoder:
+        raise ValueError(refused("lora, encoder-decoder", model=name))
     if config.uses_lora and separation_reason(model) is not None:
         raise ValueError(refused("lora, own cache", model=name))
 

@@ -46,7 +46,7 @@ from kvloom.models.paged import (
 )
 from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import DRAFT_PREFIX
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 
 from .decode_graphs import DecodeGraphs, SharedPages
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
@@ -107,7 +107,8 @@ class ModelRunner:
         self.mirror: Mirror | None = None
         """Repeats every step on the other ranks. None on one rank, and on every rank but 0."""
         self._ranks = ranks_of(model)
-        separate = runs_separately(model)
+        # The modules of encoder-decoder models are not fused, and their steps are not captured.
+        separate = runs_separately(model) or isinstance(vision, EncoderDecoder)
         if not separate:
             fuse(model, 0 if vision is not None else cache.max_tokens)
         self._lora = lora
@@ -167,7 +168,8 @@ class ModelRunner:
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
         is_staged = self._ranks is not None and self._ranks.every.is_staged
-        if graphs and buffer.is_cuda and self.pages.is_replayable and not separate and not is_staged:
+        self._is_replayable = self.pages.is_replayable and not separate
+        if graphs and buffer.is_cuda and self._is_replayable and not is_staged:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
@@ -372,7 +374,7 @@ class ModelRunner:
 
     def try_replay(self) -> None:
         """Run the largest decode step once on padding, without a graph. A trial measures its memory."""
-        if self.pages.is_replayable:
+        if self._is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
