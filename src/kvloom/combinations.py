@@ -187,8 +187,9 @@ REFUSED = {
     "beams, changed logits": Refused(
         "request",
         "beam search",
-        "best_of, penalties, logit_bias, allowed or bad tokens, stop texts, structured output",
-        "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured output: remove them",
+        "best_of, penalties, logit_bias, allowed or bad tokens, time stamps, stop texts, structured output",
+        "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, time stamps, stop texts and structured "
+        "output: remove them",
     ),
     "beams, stream": Refused(
         "request",

@@ -70,6 +70,7 @@ from .sampling import (
     SamplingParams,
     SamplingRequest,
     TextStream,
+    TimestampRule,
     to_device,
 )
 from .scheduling import DocumentReuse, Scheduled, Scheduler
@@ -1045,6 +1046,11 @@ class Engine:
             raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(refused("text, tokenizer"))
+        if params.timestamps and self.sampler.timestamps is None:
+            raise ValueError(
+                f"timestamps needs a Whisper model: the generation config of {type(self.model).__name__} has no "
+                "no_timestamps_token_id"
+            )
 
 
 def _check_model(model: Any, config: EngineConfig, group: RankGroup | None) -> None:
@@ -1072,12 +1078,14 @@ def _draft_of(model: Any, config: EngineConfig) -> Any:
 
 
 def _sampler_of(model: Any, eos: frozenset[int]) -> Sampler:
-    """Return a sampler that suppresses the tokens that the model's generation config lists."""
+    """Return a sampler that suppresses the tokens that the model's generation config lists, and applies its rule of time
+    stamps."""
     settings = model.generation_config
     return Sampler(
         eos,
         getattr(settings, "suppress_tokens", None) or (),
         getattr(settings, "begin_suppress_tokens", None) or (),
+        TimestampRule.of(settings) if settings is not None else None,
     )
 
 
