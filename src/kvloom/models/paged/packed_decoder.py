@@ -30,6 +30,7 @@ from kvloom.models.specs import ModelError
 
 from .cross_attention import read_field
 from .pages import Pages
+from .sequence_cache import encoder_outputs
 
 __all__ = ["packing_refusal", "run_packed"]
 
@@ -41,6 +42,8 @@ CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
 
 def packing_refusal(model: Any) -> str | None:
     """Return the reason why the decoder of an encoder-decoder model cannot compute packed tokens, or None if it can."""
+    if getattr(model.config, "expert_capacity", None):
+        return "its experts drop tokens of a step beyond their capacity"
     decoder = model.get_decoder()
     modules = {name.rpartition(".")[2]: module for name, module in decoder.named_modules()}
     if not any(name in modules for name in CROSS_ATTENTION):
@@ -98,12 +101,10 @@ class _PackedDecoder:
             return self._inner(*args, **keywords)
         if pages.batch.trees is not None:
             raise ModelError("an encoder-decoder model cannot compute draft trees")
-        from transformers.modeling_outputs import BaseModelOutput
-
         before = self._config._attn_implementation
         self._config._attn_implementation, self.step = ATTENTION, _Step(pages, self._plans)
         # Only the presence of the encoder's states is read.
-        states = BaseModelOutput(last_hidden_state=self._weight.new_zeros((1, 1, self._width)))
+        states = encoder_outputs(self._weight.new_zeros((1, 1, self._width)))
         try:
             logits = self._inner(
                 decoder_input_ids=pages.batch.tokens[None], past_key_values=self._caches(pages),
@@ -137,7 +138,8 @@ class _PackedDecoder:
                 module.make_weights(first + longest, module.embedding_dim, module.padding_idx)
             at = torch.where(batch.tokens == module.padding_idx, first - 1, batch.positions + first)
             return module.weights[at][None]
-        return own(args[0], position_ids=batch.positions)
+        like = keywords.get("position_ids", args[2] if len(args) > 2 else batch.positions)
+        return own(args[0], position_ids=batch.positions.view_as(like))
 
     def _bias_by_distance(self, own: Any, *args: Any, **keywords: Any) -> torch.Tensor:
         """Return the bias of every distance between two tokens of a sequence: [1, heads, 1, distances], longest first.

@@ -183,7 +183,8 @@ class _TextEncoder:
         self._encoder = model.get_encoder()
         self._vocabulary = len(model.get_input_embeddings().weight)
         positions = getattr(self._encoder, "embed_positions", None)  # T5 has none, and no limit
-        limit = getattr(model.config, "max_position_embeddings", None)
+        names = ("max_encoder_position_embeddings", "max_position_embeddings")
+        limit = next((found for name in names if (found := getattr(model.config, name, None))), None)
         self.limit = None if positions is None or limit is None else int(limit)
 
     def shaped(self, given: Tensors) -> Tensors:
@@ -206,6 +207,8 @@ class _TextEncoder:
     def embed(self, inputs: Tensors) -> torch.Tensor:
         """Run the encoder. Return its output: [tokens, hidden]."""
         ids = inputs["input_ids"][None]
+        if hasattr(self._encoder, "set_attention_type"):  # a short text would change it for all later texts
+            self._encoder.set_attention_type(self._encoder.config.attention_type)
         found: torch.Tensor = self._encoder(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
         return found
 
