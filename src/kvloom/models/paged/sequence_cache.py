@@ -336,10 +336,9 @@ def encoder_outputs(states: torch.Tensor) -> Any:
     """Return the encoder's states [1, tokens, hidden] in the form that modeling code expects."""
     from transformers.modeling_outputs import BaseModelOutput
 
-    class EncoderOutputs(BaseModelOutput):
-        router_logits = None  # encoders with experts also return these
-
-    return EncoderOutputs(last_hidden_state=states)
+    found = BaseModelOutput(last_hidden_state=states)
+    object.__setattr__(found, "router_logits", None)  # encoders with experts also return these
+    return found
 
 
 class EncoderDecoderSequenceCache(SequenceCache):
