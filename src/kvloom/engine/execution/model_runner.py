@@ -107,9 +107,8 @@ class ModelRunner:
         self.mirror: Mirror | None = None
         """Repeats every step on the other ranks. None on one rank, and on every rank but 0."""
         self._ranks = ranks_of(model)
-        # The modules of encoder-decoder models are not fused, and their steps are not captured.
-        separate = runs_separately(model) or isinstance(vision, EncoderDecoder)
-        if not separate:
+        self._is_fusible = not runs_separately(model) and not isinstance(vision, EncoderDecoder)
+        if self._is_fusible:
             fuse(model, 0 if vision is not None else cache.max_tokens)
         self._lora = lora
         if lora is not None:
@@ -168,9 +167,13 @@ class ModelRunner:
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
         is_staged = self._ranks is not None and self._ranks.every.is_staged
-        self._is_replayable = self.pages.is_replayable and not separate
         if graphs and buffer.is_cuda and self._is_replayable and not is_staged:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
+
+    @property
+    def _is_replayable(self) -> bool:
+        """Whether steps can be captured. Not those of encoder-decoder models, nor of sequences that run one by one."""
+        return self.pages.is_replayable and self._is_fusible
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
         """Create the objects that capture and replay CUDA graphs. Captures no graph yet."""
