@@ -75,11 +75,13 @@ def encoder_decoder_table() -> str:
         reason = refusal(config)
         if reason is not None:
             raise RuntimeError(f"{family} is refused: {reason}")
-        rows.append(f"| {family} | {reads} | {' | '.join(_cells(config, False)[0])} |")
+        rows.append(
+            f"| {family} | {reads} | {' | '.join(_cells(config, True, is_encoder_decoder=True)[0])} |"
+        )
     return "\n".join(rows) + "\n"
 
 
-def _cells(config: Any, fails_capture: bool) -> tuple[list[str], bool]:
+def _cells(config: Any, fails_capture: bool, is_encoder_decoder: bool = False) -> tuple[list[str], bool]:
     cls, own = language_model_class(config)
     with torch.device("meta"):
         model = cls._from_config(own, dtype=torch.bfloat16)
@@ -94,6 +96,7 @@ def _cells(config: Any, fails_capture: bool) -> tuple[list[str], bool]:
         layers.append("shared")
     is_packed, has_states = separation_reason(model) is None, "state" in kinds
     drafts = {(True, False): "chains, trees", (False, True): "no"}.get((is_packed, has_states), "chains")
+    drafts = "chains" if is_encoder_decoder else drafts
     quantised = "yes" if kinds - {"state"} else "no K and V"
     runs = "packed" if is_packed else "one by one"
     graphs = "yes" if is_packed and not fails_capture else "no"

@@ -158,6 +158,12 @@ REFUSED = {
         "lora: {model} runs one sequence after the other, and adapters are added to a whole step: merge the adapter into the "
         "model",
     ),
+    "lora, encoder-decoder": Refused(
+        "engine",
+        "LoRA adapters",
+        "an encoder-decoder model",
+        "lora: requests with other adapters share the encoder outputs of {model}: merge the adapter into the model",
+    ),
     "head, own cache": Refused(
         "engine",
         "speculate mtp, eagle=FOLDER",
@@ -181,8 +187,9 @@ REFUSED = {
     "beams, changed logits": Refused(
         "request",
         "beam search",
-        "best_of, penalties, logit_bias, allowed or bad tokens, stop texts, structured output",
-        "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured output: remove them",
+        "best_of, penalties, logit_bias, allowed or bad tokens, time stamps, stop texts, structured output",
+        "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, time stamps, stop texts and structured "
+        "output: remove them",
     ),
     "beams, stream": Refused(
         "request",
@@ -283,6 +290,13 @@ REFUSED = {
         "a model that runs with transformers' own cache",
         "reuse_documents: {model} runs with transformers' own cache, which has no rotation of its own keys: turn it off",
     ),
+    "documents, encoder-decoder": Refused(
+        "engine",
+        "reuse_documents",
+        "an encoder-decoder model",
+        "reuse_documents: the encoder of {model} reads the whole prompt at once, so K and V of a document depend on the "
+        "rest of the prompt: turn it off",
+    ),
     "documents, window": Refused(
         "engine",
         "reuse_documents",
@@ -329,8 +343,8 @@ REFUSED = {
     "batch_invariant, cross-attention": Refused(
         "engine",
         "batch_invariant",
-        "cross-attention to images, on a GPU",
-        "batch_invariant is not supported for models with cross-attention to images: turn it off",
+        "cross-attention to images or to an encoder, on a GPU",
+        "batch_invariant is not supported for models with cross-attention to images or to an encoder: turn it off",
     ),
     "batch_invariant, heads": Refused(
         "engine",
@@ -356,6 +370,12 @@ REFUSED = {
         "requests longer than the pool",
         "{model} runs with transformers' own cache, which reads pages only from the pool: give a larger pool",
     ),
+    "encoder-decoder, cold pages": Refused(
+        "engine",
+        "an encoder-decoder model",
+        "requests longer than the pool",
+        "the decoder of {model} reads pages only from the pool: give a larger pool",
+    ),
     "encoders, encoder-decoder": Refused(
         "engine",
         "encoders",
@@ -380,6 +400,12 @@ REFUSED = {
         "tensor_parallel",
         "a model that runs with transformers' own cache",
         "{model} runs with transformers' own cache, which holds whole heads: set tensor_parallel to 1",
+    ),
+    "tensor parallel, encoder-decoder": Refused(
+        "engine",
+        "tensor_parallel",
+        "an encoder-decoder model",
+        "the encoder of {model} has no rule for several ranks: set tensor_parallel to 1",
     ),
     "tensor parallel, loaded model": Refused(
         "engine",
@@ -429,6 +455,12 @@ REFUSED = {
         "context_parallel",
         "a model that runs with transformers' own cache",
         "{model} runs with transformers' own cache, which reads whole blocks: set context_parallel to 1",
+    ),
+    "context parallel, encoder-decoder": Refused(
+        "engine",
+        "context_parallel",
+        "an encoder-decoder model",
+        "the decoder of {model} reads pages of the encoder's output, which ranks cannot divide: set context_parallel to 1",
     ),
     "context parallel, loaded model": Refused(
         "engine",

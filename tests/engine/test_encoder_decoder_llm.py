@@ -72,3 +72,65 @@ def test_a_clip_is_the_input_of_whispers_encoder(tmp_path: Path) -> None:
         llm.generate({"prompt": "", "audio": [(recording(1, 1.5, RATE), RATE)]}, GREEDY)
     with pytest.raises(ValueError, match="needs one audio clip, not 0"):
         llm.generate([2], GREEDY)
+
+
+def segments_of(
+    model: Any, processor: Any, samples: Any, **options: Any
+) -> list[tuple[float, float, list[int]]]:
+    """The segments of Whisper's own generate()."""
+    extractor = processor.feature_extractor
+    long = {"truncation": False, "padding": "longest"} if len(samples) > extractor.n_samples else {}
+    features = extractor(samples, sampling_rate=RATE, return_tensors="pt", **long).input_features
+    with torch.inference_mode():
+        found = model.generate(
+            features, max_new_tokens=MOST, do_sample=False, return_segments=True, task="transcribe", **options
+        )
+    return [(float(one["start"]), float(one["end"]), one["tokens"].tolist()) for one in found["segments"][0]]
+
+
+MOST = 12
+
+
+def test_transcripts_have_generates_languages_segments_and_windows(tmp_path: Path) -> None:
+    path, model, processor = whisper_folder(tmp_path, hop=100, ends=True)
+    llm, params = open_llm(path), SamplingParams(max_tokens=MOST, temperature=0)
+    clips = [(recording(seed, seconds, RATE), RATE) for seed, seconds in ((1, 0.7), (1, 2.6), (2, 2.6))]
+    found = llm.transcribe(clips, timestamps=True, params=params)
+    assert {one.language for one in found} == {"de", "en"}, "both languages are detected"
+    for (samples, _), made in zip(clips, found, strict=True):
+        wanted = segments_of(model, processor, samples, return_timestamps=True)
+        assert [one.tokens for one in made.segments] == [tokens for _, _, tokens in wanted]
+        times = [time for one in made.segments for time in (one.start, one.end)]
+        assert times == pytest.approx([time for start, end, _ in wanted for time in (start, end)])
+        assert made.seconds == len(samples) / RATE
+    assert len(found[1].segments) > 3, "the clip has several windows, and a window several segments"
+    assert found[1].finish_reason == "length"
+    assert all(one.avg_logprob < 0 for made in found for one in made.segments)
+    [plain] = llm.transcribe(clips[0], params=params)
+    assert [plain.tokens] == [tokens for _, _, tokens in segments_of(model, processor, clips[0][0])]
+    assert (plain.segments[0].start, plain.segments[0].end) == (0, 0.7)
+    [english] = llm.transcribe(clips[0], language="en", timestamps=True, params=params)
+    wanted = segments_of(model, processor, clips[0][0], return_timestamps=True, language="en")
+    assert [one.tokens for one in english.segments] == [tokens for _, _, tokens in wanted]
+    assert english.language == "en" != found[0].language
+    [whole] = llm.transcribe(clips[1])  # as long as the model allows
+    assert whole.seconds == 2.6
+    assert llm.engine.cache.stats()["in_use_pages"] == 0
+
+
+def test_transcripts_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    llm = open_llm(whisper_folder(tmp_path)[0])
+    clip = (recording(1, rate=RATE), RATE)
+    with pytest.raises(ValueError, match="known: de, en"):
+        llm.transcribe(clip, language="xx")
+    with pytest.raises(ValueError, match="one answer, not 2"):
+        llm.transcribe(clip, params=SamplingParams(n=2))
+    assert llm.engine.vision is not None
+    llm.engine.vision.first_timestamp = None
+    with pytest.raises(ValueError, match="need no_timestamps_token_id"):
+        llm.transcribe(clip, timestamps=True)
+    text = open_llm(bart_folder(tmp_path)[0])
+    with pytest.raises(ValueError, match="does not transcribe audio"):
+        text.transcribe(clip)
+    with pytest.raises(ValueError, match="timestamps needs a Whisper model"):
+        text.generate("hello", SamplingParams(timestamps=True))

@@ -343,3 +343,37 @@ def test_parameters_that_need_the_last_token() -> None:
         {"bad_token_ids": [[2, 3]]},
     ):
         assert SamplingParams(**kind).needs_last_token
+
+
+def test_time_stamps_follow_the_rule_of_transformers() -> None:
+    from transformers import GenerationConfig
+    from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+    from kvloom.engine.sampling import TimestampRule
+
+    settings = GenerationConfig(eos_token_id=40, bos_token_id=40)
+    settings.no_timestamps_token_id, settings.max_initial_timestamp_index = 49, 3
+    rule, prompt = TimestampRule.of(settings), [41, 42]
+    assert rule == TimestampRule(50, 40, 3)
+    assert TimestampRule.of(GenerationConfig(eos_token_id=40)) is None
+    generator, seen = torch.Generator().manual_seed(1), set()
+    outputs = [
+        [],
+        [50],
+        [51, 3],
+        [51, 3, 55],
+        [51, 3, 55, 55],
+        [51, 3, 55, 55, 4],
+        [51, 3, 55, 57],
+        [3],
+        [3, 50],
+    ]
+    for output in outputs:
+        for scale in (0.1, 1.0, 4.0):
+            logits = torch.randn(1, 64, generator=generator) * scale
+            theirs = WhisperTimeStampLogitsProcessor(settings, begin_index=len(prompt))
+            wanted = theirs(torch.tensor([prompt + output]), logits)
+            rule.apply(logits, [(0, output)])
+            assert torch.equal(logits, wanted), output
+            seen.add(tuple(torch.isinf(wanted[0]).tolist()))
+    assert len(seen) >= len(outputs), "the outputs lead to different masks"

@@ -14,6 +14,7 @@ __all__ = ["RATE", "SECONDS", "bart_folder", "whisper_folder"]
 
 RATE, SECONDS = 8000, 1
 _SPECIAL = [
+    "<|endoftranscript|>",
     "<|startoftranscript|>",
     "<|en|>",
     "<|de|>",
@@ -32,14 +33,16 @@ def bart_folder(folder: Path) -> tuple[Path, Any, Any]:
     return path, model, tokenizer
 
 
-def whisper_folder(folder: Path) -> tuple[Path, Any, Any]:
-    """Write a tiny Whisper for clips of a second; return its folder, model and processor."""
+def whisper_folder(folder: Path, hop: int = 400, ends: bool = False) -> tuple[Path, Any, Any]:
+    """Write a tiny Whisper with windows of a second; return its folder, model and processor. A frame has `hop` samples.
+    With `ends`, the model has an end-of-sequence token."""
     path, tokenizer = folder / "tiny-whisper", byte_level()
-    tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL})
-    start, english, german, transcribe, translate, without = tokenizer.convert_tokens_to_ids(_SPECIAL)
     features = transformers.WhisperFeatureExtractor(
-        feature_size=8, sampling_rate=RATE, hop_length=400, chunk_length=SECONDS, n_fft=400
+        feature_size=8, sampling_rate=RATE, hop_length=hop, chunk_length=SECONDS, n_fft=400
     )
+    stamps = [f"<|{i * 0.02:.2f}|>" for i in range(features.nb_max_frames // 2 + 1)]
+    tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL + stamps})
+    end, start, english, german, transcribe, translate, without = tokenizer.convert_tokens_to_ids(_SPECIAL)
     model = tiny(
         "whisper", vocab_size=len(tokenizer), decoder_start_token_id=start,
         max_source_positions=features.nb_max_frames // 2,
@@ -50,6 +53,10 @@ def whisper_folder(folder: Path) -> tuple[Path, Any, Any]:
     settings.no_timestamps_token_id, settings.is_multilingual = without, True
     settings.suppress_tokens = [*range(3, 60), start, english, german, transcribe, translate, without]
     settings.begin_suppress_tokens = list(range(60, 120))
+    if ends:
+        settings.eos_token_id, settings.max_initial_timestamp_index = end, 5
+    else:
+        settings.suppress_tokens.append(end)
     settings.return_timestamps, settings._from_model_config = False, False
     model.save_pretrained(path)
     processor = transformers.WhisperProcessor(features, tokenizer)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl
-from kvloom.engine import Engine, OffloadConfig, Request, SamplingParams
-from kvloom.models.loading import language_model_class, refusal
+from kvloom.engine import Engine, Request, SamplingParams
+from kvloom.models.loading import language_model_class, refusal, sharding_refusal
+from kvloom.models.paged import runs_separately
 from kvloom.models.specs import ENCODER_DECODERS, model_spec
-from tests.engines import make_engine
+from tests.engines import PATIENT, make_engine
 from tests.models.tiny_encoder_decoders import FAMILIES, NEW, config_of, expected, input_of, reference, tiny
 from tools import families_table
 
@@ -76,8 +77,7 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
             assert found == pytest.approx(logprobs, abs=1e-3)
         return runs_of(engine), sum(request.cached_tokens or 0 for request in requests)
 
-    offload = OffloadConfig(load="always", deadline_seconds=(0.1, 60.0))
-    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": offload}
+    kept = {"tiers": [f"disk:{tmp_path}:64MiB"], "offload": PATIENT}
     whole = engine_of(model, **kept)
     runs, _ = same(whole)
     # An encoder input is found by its content, and a sequence by this content and the tokens of the decoder.
@@ -85,15 +85,57 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
     assert again == (runs, 3 * len(PREFIX))
     whole.close()
 
-    def runs_after_restart() -> int:
-        engine = engine_of(model, **kept)
-        found = same(engine)[0]
-        engine.close()
-        return found
-
-    # On a busy machine a lookup may be late. The input is then encoded again.
-    assert any(runs_after_restart() == 0 for _ in range(5)), "the output of the encoder is found on disk"
+    restarted = engine_of(model, **kept)
+    assert same(restarted)[0] == 0, "the output of the encoder is found on disk"
+    restarted.close()
     same(engine_of(model, token_budget=7))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper", "m2m_100"])
+@pytest.mark.few(2)
+def test_a_step_runs_the_decoder_once_for_all_sequences(family: str) -> None:
+    model = tiny(family)
+    given = [input_of(family, seed, 9 + 5 * seed) for seed in range(8)]
+    wanted = [expected(family, model, one, prefix_of(model)[: 1 + seed]) for seed, one in enumerate(given)]
+    engine = engine_of(model)
+    assert not runs_separately(model)
+    requests = [add(engine, family, one, prefix_of(model)[: 1 + seed]) for seed, one in enumerate(given)]
+    engine.step()  # encodes all inputs, and runs the decoder for their K and V
+    calls: list[int] = []
+    model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
+    engine.run()
+    assert [request.tokens for request in requests] == wanted
+    assert len(calls) == NEW - 1
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+@pytest.mark.slow
+def test_quantised_pages_are_read_alike_in_a_batch_and_alone(family: str) -> None:
+    model, params = tiny(family), SamplingParams(max_tokens=NEW, temperature=0, logprobs=1)
+    given = [input_of(family, seed, 20 + seed) for seed in range(3)]
+    both = engine_of(model, kv_dtype="int8"), engine_of(model, kv_dtype="int8")
+    together = [add(both[0], family, one, params=params) for one in given]
+    both[0].run()
+    for one, other in zip(given, together, strict=True):
+        alone = add(both[1], family, one, params=params)
+        both[1].run()
+        assert alone.tokens == other.tokens
+        first = [step[token].logprob for token, step in zip(alone.output, alone.logprobs, strict=True)]
+        second = [step[token].logprob for token, step in zip(other.output, other.logprobs, strict=True)]
+        assert first == pytest.approx(second, abs=1e-4)
+        exact = reference(family, model, one)[1]
+        assert first[0] == pytest.approx(exact[0], abs=0.3)
+
+
+def test_features_that_encoder_decoders_do_not_have_are_refused(tmp_path: Path) -> None:
+    model = tiny("bart")
+    for error, settings in (
+        ("share the encoder outputs", {"max_loras": 1}),
+        ("reads the whole prompt at once", {"reuse_documents": 0.1}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            make_engine(model, 4 << 20, **settings)
+    assert "no rule for several ranks" in str(sharding_refusal(model.config, 2))
 
 
 def test_an_input_is_encoded_once_for_each_content_and_tenant() -> None:

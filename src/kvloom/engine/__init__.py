@@ -12,6 +12,7 @@
     offload/              pages between the pool and the tiers
     encoding/             encode workers: image embeddings by hash
     image_prompts.py      prompts of text, images and audio clips, by the model's processor
+    transcription.py      Transcription: the requests that transcribe one clip with Whisper
     audio_clips.py        samples of WAV files, at the sampling rate of the model
     adapter_table.py      AdapterTable: LoRA adapters by name, and their slots on the device
     parallel/             tensor parallelism: a process for each rank
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from .encoding import Encoder, open_encoder
     from .engine import Engine
     from .execution import default_token_budget, use_threads
-    from .image_prompts import encode_image_prompt, load_processor
+    from .image_prompts import clip_frames, encode_image_prompt, load_processor
     from .llm import LLM, Completion, Delta, Result
     from .offload import Action, OffloadManager, open_offload, opened_tiers
     from .options import add_engine_arguments, engine_settings
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         SamplingParams,
         TokenLogprobs,
     )
+    from .transcription import Segment, Transcript, Transcription
 
 __all__ = [
     "LLM",
@@ -75,11 +77,15 @@ __all__ = [
     "Result",
     "Role",
     "SamplingParams",
+    "Segment",
     "TokenLogprobs",
+    "Transcript",
+    "Transcription",
     "add_engine_arguments",
     "calibrate",
     "check_engine",
     "check_model",
+    "clip_frames",
     "default_token_budget",
     "encode_image_prompt",
     "engine_config",
@@ -100,7 +106,7 @@ _MODULES = {
     "encoding": ("Encoder", "open_encoder"),
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
-    "image_prompts": ("encode_image_prompt", "load_processor"),
+    "image_prompts": ("clip_frames", "encode_image_prompt", "load_processor"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
     "offload": ("Action", "OffloadManager", "open_offload", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),
@@ -117,6 +123,7 @@ _MODULES = {
         "SamplingParams",
         "TokenLogprobs",
     ),
+    "transcription": ("Segment", "Transcript", "Transcription"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -70,6 +70,7 @@ from .sampling import (
     SamplingParams,
     SamplingRequest,
     TextStream,
+    TimestampRule,
     to_device,
 )
 from .scheduling import DocumentReuse, Scheduled, Scheduler
@@ -224,6 +225,9 @@ class Engine:
         elif runs_separately(self.model):
             offload.cold = None
             offload.cold_refusal = refused("own cache, cold pages", model=type(self.model).__name__)
+        elif self.model.config.is_encoder_decoder:
+            offload.cold = None
+            offload.cold_refusal = refused("encoder-decoder, cold pages", model=type(self.model).__name__)
         return offload
 
     def _open_encoders(self, image_part: str) -> RemoteEncoders | None:
@@ -270,6 +274,8 @@ class Engine:
         model, cache, pages = type(self.model).__name__, self.cache, self.runner.pages
         if runs_separately(self.model):
             raise ValueError(refused("documents, own cache", model=model))
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(refused("documents, encoder-decoder", model=model))
         if cache.has_states:
             raise ValueError(refused("documents, states", model=model))
         if not all(group.spec.visibility.is_relative for group in self.layout.of("token")):
@@ -1040,6 +1046,11 @@ class Engine:
             raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(refused("text, tokenizer"))
+        if params.timestamps and self.sampler.timestamps is None:
+            raise ValueError(
+                f"timestamps needs a Whisper model: the generation config of {type(self.model).__name__} has no "
+                "no_timestamps_token_id"
+            )
 
 
 def _check_model(model: Any, config: EngineConfig, group: RankGroup | None) -> None:
@@ -1053,6 +1064,8 @@ def _check_model(model: Any, config: EngineConfig, group: RankGroup | None) -> N
         raise ValueError(refused("head, own cache", head=config.head, model=name))
     if config.encoders and model.config.is_encoder_decoder:
         raise ValueError(refused("encoders, encoder-decoder", model=name))
+    if config.uses_lora and model.config.is_encoder_decoder:
+        raise ValueError(refused("lora, encoder-decoder", model=name))
     if config.uses_lora and separation_reason(model) is not None:
         raise ValueError(refused("lora, own cache", model=name))
 
@@ -1065,12 +1078,14 @@ def _draft_of(model: Any, config: EngineConfig) -> Any:
 
 
 def _sampler_of(model: Any, eos: frozenset[int]) -> Sampler:
-    """Return a sampler that suppresses the tokens that the model's generation config lists."""
+    """Return a sampler that suppresses the tokens that the model's generation config lists, and applies its rule of time
+    stamps."""
     settings = model.generation_config
     return Sampler(
         eos,
         getattr(settings, "suppress_tokens", None) or (),
         getattr(settings, "begin_suppress_tokens", None) or (),
+        TimestampRule.of(settings) if settings is not None else None,
     )
 
 

@@ -12,7 +12,7 @@ from .audio_clips import clip_samples
 if TYPE_CHECKING:
     from kvloom.models.vision import Vision
 
-__all__ = ["clip_tensors", "encode_image_prompt", "load_processor"]
+__all__ = ["clip_frames", "clip_tensors", "encode_image_prompt", "load_processor"]
 
 FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
 """Names of the mask that separates the frames of a clip from padding, in the output of processors."""
@@ -68,6 +68,16 @@ def clip_tensors(processor: Any, vision: Vision, clip: Any) -> Any:
     return _clip_tensors(processor, vision, clip_samples(clip, _rate(processor)))
 
 
+def clip_frames(processor: Any, clip: Any) -> tuple[Any, float]:
+    """Return the frames of a clip of any length for Whisper ([mel bins, frames]), and its seconds. The clip is the bytes
+    of a WAV file, or (samples, rate). The frames of a clip of at most one window are padded to the window."""
+    rate, extractor = _rate(processor), processor.feature_extractor
+    samples = clip_samples(clip, rate)
+    whole = {"truncation": False, "padding": "longest"} if len(samples) > extractor.n_samples else {}
+    made = extractor(samples, sampling_rate=rate, return_tensors="pt", **whole)
+    return made["input_features"][0], len(samples) / rate
+
+
 def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
     """Return the tensors of one clip. Each clip is processed alone, so that its tensors do not depend on other
     clips."""
@@ -76,7 +86,8 @@ def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
         if len(samples) > extractor.n_samples:
             raise ValueError(
                 f"an audio clip of {len(samples) / _rate(processor):.1f} seconds is longer than the "
-                f"{extractor.n_samples / _rate(processor):.1f} seconds that the model takes: send several"
+                f"{extractor.n_samples / _rate(processor):.1f} seconds that the model takes: send several, or use LLM.transcribe "
+                "or /v1/audio/transcriptions"
             )
         made = extractor(samples, sampling_rate=_rate(processor), return_tensors="pt")
     else:

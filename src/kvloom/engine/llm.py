@@ -10,7 +10,7 @@
 A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [...], "audio": [...]} for a model that
 takes images or audio clips. A clip is the bytes of a WAV file, or (samples, rate). The prompt of an encoder-decoder
 model of text is the input of the encoder, and "decoder_prompt" may set the first tokens of the decoder. The prompt of
-Whisper is that of the decoder, and may be empty.
+Whisper is that of the decoder, and may be empty. `transcribe` makes the prompts of Whisper itself.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from .config import engine_config
 from .encoding import RemoteEncoders
 from .engine import Engine
 from .execution import default_token_budget, use_threads
-from .image_prompts import clip_tensors, encode_image_prompt, load_processor
+from .image_prompts import clip_frames, clip_tensors, encode_image_prompt, load_processor
 from .offload import opened_tiers
 from .parallel import load_ranks
 from .preflight import check_engine
 from .request import Request
 from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
+from .transcription import Transcript, Transcription
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -223,6 +224,58 @@ class LLM:
         many = [messages] if one else list(messages)
         prompts = [self.chat_prompt(each, **template) for each in many]
         return self.generate(prompts, params, progress, lora=lora)
+
+    def transcribe(
+        self,
+        clips: Any,
+        language: str | None = None,
+        task: Literal["transcribe", "translate"] = "transcribe",
+        timestamps: bool = False,
+        params: SamplingParams | None = None,
+        control: CacheControl | None = None,
+    ) -> list[Transcript]:
+        """Return the transcripts of audio clips, for Whisper. The clips run together. A clip is the bytes of a WAV file,
+        or (samples, rate), and may have any length.
+
+        Without `language`, such as "en", the language of the generation config applies. If there is none, the language
+        is detected. "translate" translates to English. Clips longer than a window (30 seconds) have time stamps in any
+        case. `params` applies to each window. The default is greedy, with as many tokens as the model allows. Raises
+        ValueError for a model that is not a Whisper.
+        """
+        model = self.engine.vision
+        if not isinstance(model, EncoderDecoder) or model.reads_text:
+            raise ValueError(
+                f"{type(self.engine.model).__name__} does not transcribe audio: use a Whisper model"
+            )
+        one = isinstance(clips, bytes | bytearray | memoryview | tuple)
+        limit = self.engine.cache.max_tokens if params is None else None
+        params = params or SamplingParams(temperature=0)
+        if params.samples > 1:
+            raise ValueError(
+                f"a transcript has one answer, not {params.samples}: set n, best_of and beam_width to 1"
+            )
+        params = replace(params, logprobs=params.logprobs or 0)
+        made = []
+        for clip in [clips] if one else clips:
+            frames, seconds = clip_frames(self._processor(), clip)
+            made.append(Transcription(model, frames, seconds, params, limit, task, language, timestamps))
+        open_: dict[int, Request] = {}
+        try:
+            while True:
+                for place, each in enumerate(made):
+                    if place not in open_ and (window := each.next()) is not None:
+                        open_[place] = self.engine.add(
+                            window.prompt, window.params, control, audio=[window.clip]
+                        )
+                if not open_:
+                    return [each.transcript(self.tokenizer) for each in made]
+                self.engine.step()
+                for place, request in list(open_.items()):
+                    if request.finish_reason is not None:
+                        made[place].take_request(request, self.engine.eos)
+                        del open_[place]
+        finally:
+            self._cancel(list(open_.values()))
 
     def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Return the token ids of a conversation, formatted by the tokenizer's chat template. `template` sets

@@ -47,7 +47,7 @@ from kvloom.models.paged import (
 )
 from kvloom.models.sharding import ranks_of
 from kvloom.models.specs import DRAFT_PREFIX
-from kvloom.models.vision import Vision
+from kvloom.models.vision import EncoderDecoder, Vision
 
 from .decode_graphs import DecodeGraphs, SharedPages
 from .draft_graphs import LARGEST_ROW, DraftGraphs, largest_row
@@ -112,8 +112,8 @@ class ModelRunner:
         self.mirror: Mirror | None = None
         """Repeats every step on the other ranks. None on one rank, and on every rank but 0."""
         self._ranks = ranks_of(model)
-        separate = runs_separately(model)
-        if not separate:
+        self._is_fusible = not runs_separately(model) and not isinstance(vision, EncoderDecoder)
+        if self._is_fusible:
             fuse(model, 0 if vision is not None else cache.max_tokens)
         self._lora = lora
         if lora is not None:
@@ -172,13 +172,18 @@ class ModelRunner:
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
         is_staged = self._ranks is not None and self._ranks.every.is_staged
-        if graphs and buffer.is_cuda and self.pages.is_replayable and not separate and not is_staged:
+        if graphs and buffer.is_cuda and self._is_replayable and not is_staged:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
         self._small_model = (
             small_model(model, self.pages, cache.max_tokens)
             if target is not None and buffer.is_cpu and not separate and self._ranks is None and lora is None
             else None
         )
+
+    @property
+    def _is_replayable(self) -> bool:
+        """Whether steps can be captured. Not those of encoder-decoder models, nor of sequences that run one by one."""
+        return self.pages.is_replayable and self._is_fusible
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
         """Create the objects that capture and replay CUDA graphs. Captures no graph yet."""
@@ -413,7 +418,7 @@ class ModelRunner:
 
     def try_replay(self) -> None:
         """Run the largest decode step once on padding, without a graph. A trial measures its memory."""
-        if self.pages.is_replayable:
+        if self._is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 

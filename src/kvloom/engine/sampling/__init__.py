@@ -4,6 +4,7 @@
     params.py            SamplingParams: sampling parameters of a request
     sampler.py           Sampler: one token for each position with logits
     logit_processors.py  penalties, biases and masks
+    timestamps.py        TimestampRule: where Whisper may write time stamps
     noise.py             random noise that depends on the request's seed only
     logprobs.py          Logprobs: log-probabilities, on the device and as dictionaries
     beam_search.py       BeamSearch: chooses the beams that continue
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .logprobs import Logprob, Logprobs, TokenLogprobs
     from .params import Finish, SamplingParams
     from .sampler import SampledTokens, Sampler, SamplingRequest
+    from .timestamps import TimestampRule
 
 __all__ = [
     "BeamSearch",
@@ -45,6 +47,7 @@ __all__ = [
     "SamplingRequest",
     "Successor",
     "TextStream",
+    "TimestampRule",
     "TokenCounts",
     "TokenLogprobs",
     "apply_grammar_mask",
@@ -70,6 +73,7 @@ _MODULES = {
     "logprobs": ("Logprob", "Logprobs", "TokenLogprobs"),
     "params": ("Finish", "SamplingParams"),
     "sampler": ("SampledTokens", "Sampler", "SamplingRequest"),
+    "timestamps": ("TimestampRule",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

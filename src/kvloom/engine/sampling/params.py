@@ -54,6 +54,7 @@ class SamplingParams:
     |           | `ignore_eos`                                                                              |
     | tokens    | `allowed_token_ids`: only these tokens are sampled                                        |
     |           | `bad_token_ids`: token sequences that the output must not contain                         |
+    |           | `timestamps`: the output has time stamps, by Whisper's rule                               |
     | samples   | `n`: number of samples to return: the best of `best_of` by cumulative log-probability, or |
     |           | the best of `beam_width` beams                                                            |
     | beams     | `length_penalty`; `early_stopping`: end as soon as `beam_width` texts have finished       |
@@ -96,6 +97,7 @@ class SamplingParams:
     grammar: str | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    timestamps: bool = False
     pooling: Literal["mean", "last"] | None = None
 
     def __post_init__(self) -> None:
@@ -151,7 +153,8 @@ class SamplingParams:
     def needs_last_token(self) -> bool:
         """Whether the host needs each token before the next token can be sampled."""
         follows = any(len(tokens) > 1 for tokens in self.bad_token_ids)
-        return self.has_penalties or self.structure is not None or self.beam_width > 1 or follows
+        depends = self.has_penalties or self.structure is not None or self.timestamps
+        return depends or self.beam_width > 1 or follows
 
     @property
     def wants_logprobs(self) -> bool:
@@ -239,7 +242,8 @@ class SamplingParams:
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
         masks = self.structure is not None or self.allowed_token_ids is not None or self.bad_token_ids
-        if self.best_of is not None or self.has_penalties or self.logit_bias or masks or self.stops:
+        changes = self.has_penalties or self.logit_bias or masks or self.timestamps
+        if self.best_of is not None or changes or self.stops:
             raise ValueError(refused("beams, changed logits"))
 
     def _check_structure(self) -> None:

@@ -34,6 +34,7 @@ from .logit_processors import (
 from .logprobs import Logprobs
 from .noise import gumbel, index_words, row_words
 from .params import SamplingParams
+from .timestamps import TimestampRule
 
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
@@ -101,18 +102,24 @@ class _Plan:
     short: list[int]  # rows with `min_tokens`
     allowed: tuple[list[int], npt.NDArray[np.int32]] | None  # rows with allowed tokens, and one bit per token
     bad: list[int]  # rows with bad tokens
+    stamped: list[int]  # rows with time stamps
     with_logprobs: list[int]  # rows that request log-probabilities
     logprob_rows: torch.Tensor | None  # None: all
 
 
 class Sampler:
     """Samples the next token of each request. `eos` are the end-of-sequence tokens. The model's tokens `suppressed` are
-    never sampled, and `suppressed_first` never as the first token of an answer."""
+    never sampled, and `suppressed_first` never as the first token of an answer. A request with `allowed_token_ids` may
+    sample suppressed tokens, too. `timestamps` is the rule for requests with time stamps."""
 
     def __init__(
-        self, eos: Iterable[int] = (), suppressed: Iterable[int] = (), suppressed_first: Iterable[int] = ()
+        self,
+        eos: Iterable[int] = (),
+        suppressed: Iterable[int] = (),
+        suppressed_first: Iterable[int] = (),
+        timestamps: TimestampRule | None = None,
     ) -> None:
-        self.eos = tuple(eos)
+        self.eos, self.timestamps = tuple(eos), timestamps
         self._suppressed, self._suppressed_first = tuple(suppressed), tuple(suppressed_first)
         self._plan: _Plan | None = None
         self._indexes: torch.Tensor | None = None
@@ -170,11 +177,17 @@ class Sampler:
         early = [row for row in plan.short if counts[row] < requests[row].params.min_tokens]
         if early:
             mask_tokens(changed, [(row, self.eos + requests[row].params.stop_token_ids) for row in early])
+        chosen = () if plan.allowed is None else plan.allowed[0]
         if self._suppressed:
-            mask_tokens(changed, [(row, self._suppressed) for row in range(len(changed))])
+            mask_tokens(
+                changed, [(row, self._suppressed) for row in range(len(changed)) if row not in chosen]
+            )
         if self._suppressed_first:
-            first = [row for row, count in enumerate(counts) if not count]
+            first = [row for row, count in enumerate(counts) if not count and row not in chosen]
             mask_tokens(changed, [(row, self._suppressed_first) for row in first])
+        if plan.stamped and self.timestamps is not None:
+            outputs = [(row, requests[row].tokens[len(requests[row].prompt) :]) for row in plan.stamped]
+            self.timestamps.apply(changed, outputs)
         if plan.allowed is not None:
             apply_grammar_mask(changed, *plan.allowed)
         if plan.bad:
@@ -280,6 +293,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
     short = [i for i, params in enumerate(every) if params.min_tokens]
     allowed = [i for i, params in enumerate(every) if params.allowed_token_ids is not None]
     bad = [i for i, params in enumerate(every) if params.bad_token_ids]
+    stamped = [i for i, params in enumerate(every) if params.timestamps]
     biased = [
         (i * vocabulary + token, value)
         for i, params in enumerate(every)
@@ -294,7 +308,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
         requests=requests,
         vocabulary=vocabulary,
         device=device,
-        changes_logits=bool(biased or penalised or structured or short or allowed or bad),
+        changes_logits=bool(biased or penalised or structured or short or allowed or bad or stamped),
         draws=tuple(_draws(every, vocabulary, device)),
         bias=bias,
         penalised=penalised,
@@ -302,6 +316,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
         short=short,
         allowed=_allowed_bits(every, allowed, vocabulary) if allowed else None,
         bad=bad,
+        stamped=stamped,
         with_logprobs=with_logprobs,
         logprob_rows=_rows(with_logprobs, len(requests), device),
     )

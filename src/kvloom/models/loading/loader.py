@@ -532,6 +532,8 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
         return refused("tensor parallel, images")
     if separation_reason(model) is not None:
         return refused("tensor parallel, own cache", model=type(model).__name__)
+    if model.config.is_encoder_decoder:
+        return refused("tensor parallel, encoder-decoder", model=type(model).__name__)
     return None
 
 
@@ -556,6 +558,8 @@ def _check_context(model: Any) -> None:
         reason = refused("context parallel, images")
     elif separation_reason(model) is not None:
         reason = refused("context parallel, own cache", model=type(model).__name__)
+    elif model.config.is_encoder_decoder:
+        reason = refused("context parallel, encoder-decoder", model=type(model).__name__)
     if reason is not None:
         raise ModelError(f"{type(model).__name__}: {reason}")
 

@@ -110,7 +110,8 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
 
     `layers` is a function that returns the specs. `examine` calls this function after the run.
     """
-    separate = separation_reason(model) is not None
+    # The keys and values of an encoder-decoder model are those of its own cache, also if its decoder runs packed.
+    separate = separation_reason(model) is not None or model.config.is_encoder_decoder
     try:
         if separate:
             found = _run_separately(model)

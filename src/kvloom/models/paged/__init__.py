@@ -6,6 +6,7 @@
 | pages             | `Pages`, which modeling code finds in `past_key_values`                  |
 | attention         | the attention function of every layer; `install` prepares a model for it |
 | own_cache         | models that need transformers' own cache: one sequence after the other   |
+| packed_decoder    | the decoder of encoder-decoder models, on packed tokens                  |
 | sequence_cache    | the cache of one sequence of a model in `own_cache`                      |
 | latents           | MLA attention of long prompts, with expanded keys and values             |
 | divided_step      | a step whose tokens are divided between ranks (context parallelism)      |

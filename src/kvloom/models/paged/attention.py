@@ -6,7 +6,8 @@
 `attend` both writes and reads. For a compiler it is one opaque operation (`kvloom::attend`), which finds its pages
 by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on the packed tokens
 of a step ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
-layers that attend to images. Models that cannot run on packed tokens run with their own cache (`own_cache`).
+layers that attend to images. `packed_decoder` runs the decoder of encoder-decoder models. Models that cannot run on
+packed tokens run with their own cache (`own_cache`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .family_exceptions import (
 )
 from .mixers import is_mixer, wrap_mixer
 from .own_cache import run_separately
+from .packed_decoder import run_packed
 from .pages import LAST_WRITTEN, PAGES_BY_HANDLE, Pages
 
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
@@ -140,6 +142,10 @@ def install(model: Any, context: int | None = None) -> None:
 
     if separation_reason(model) is not None:
         run_separately(model)
+        prepare(model, context)
+        return
+    if model.config.is_encoder_decoder:
+        run_packed(model)
         prepare(model, context)
         return
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)

@@ -36,16 +36,21 @@ def attend_images(
 
 
 def read_field(
-    fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
+    fields: Mapping[str, torch.Tensor],
+    name: str,
+    ids: torch.Tensor,
+    real: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the keys or values (`name`) in the pages `ids`, without quantisation: [heads, tokens, dim]. `real`
-    selects the tokens that are not padding. fp8 pages are indexed as bytes, because torch cannot index fp8 on all
-    devices."""
+    selects the tokens that are not padding; None selects all. fp8 pages are indexed as bytes, because torch cannot
+    index fp8 on all devices."""
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
-    found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
+    chosen = slice(None) if real is None else real
+    found = raw[ids].view(pages.dtype).flatten(0, 1)[chosen].to(dtype)
     if scale is not None:
-        each = scale[ids].flatten(0, 1)[real] if scale.dim() == 3 else scale.view(1, -1)
+        each = scale[ids].flatten(0, 1)[chosen] if scale.dim() == 3 else scale.view(1, -1)
         found = found * each[..., None].to(dtype)
     return found.transpose(0, 1)
 

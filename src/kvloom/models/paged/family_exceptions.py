@@ -20,7 +20,7 @@ does.
 | Bloom, Falcon, …         | attention is inside a module, or adds a  | the model runs with transformers' own  |
 |                          | bias or a mask                           | cache (`separation_reason`)            |
 | BART, T5, Whisper, …     | the decoder also reads the output of an  | the encoder's K and V are media pages; |
-|                          | encoder                                  | the model runs with its own cache      |
+|                          | encoder                                  | see `packed_decoder`                   |
 | XLNet, Reformer, …       | the probe (`loading.probe`) would state  | refused by name (`REFUSED_FAMILIES`)   |
 |                          | a misleading reason                      |                                        |
 """
@@ -37,6 +37,7 @@ from kvloom.models.specs import ModelError
 
 from .latents import absorb
 from .mixers import is_mixer
+from .packed_decoder import packing_refusal
 
 __all__ = [
     "REFUSED_FAMILIES",
@@ -126,7 +127,7 @@ def separation_reason(model: Any) -> str | None:
     if not hasattr(model, "get_input_embeddings"):  # a draft head is not a transformers model
         return None
     if model.config.is_encoder_decoder:
-        return "its decoder also reads the tokens of an encoder"
+        return packing_refusal(model)
     reason = SEPARATE.get(model.config.get_text_config().model_type)
     if reason is not None:
         return reason

@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["EncoderDecoderSequenceCache", "SequenceCache", "cache_argument", "forward_arguments", "new_cache"]
+__all__ = [
+    "EncoderDecoderSequenceCache",
+    "SequenceCache",
+    "cache_argument",
+    "encoder_outputs",
+    "forward_arguments",
+    "new_cache",
+]
 
 States = dict[int, dict[str, torch.Tensor]]
 """Tensors by layer and field name."""
@@ -325,6 +332,15 @@ class Qwen4Cache(SequenceCache):
         )
 
 
+def encoder_outputs(states: torch.Tensor) -> Any:
+    """Return the encoder's states [1, tokens, hidden] in the form that modeling code expects."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    found = BaseModelOutput(last_hidden_state=states)
+    object.__setattr__(found, "router_logits", None)  # encoders with experts also return these
+    return found
+
+
 class EncoderDecoderSequenceCache(SequenceCache):
     """The cache of one sequence of an encoder-decoder model. All layers of the decoder have full attention.
 
@@ -367,10 +383,7 @@ class EncoderDecoderSequenceCache(SequenceCache):
         return {i: (held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)) for i, held in layers}
 
     def arguments(self) -> dict[str, Any]:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        outputs = BaseModelOutput(last_hidden_state=self._states)
-        return {"past_key_values": self._both, "encoder_outputs": outputs}
+        return {"past_key_values": self._both, "encoder_outputs": encoder_outputs(self._states)}
 
     def window(self, layer: int) -> int | None:
         return None

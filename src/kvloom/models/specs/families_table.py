@@ -224,7 +224,12 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
     ),
-    "t5": Family(every_layer("full_attention"), _T5_SIZES, names=_T5_NAMES),
+    **dict.fromkeys(("t5", "longt5"), Family(every_layer("full_attention"), _T5_SIZES, names=_T5_NAMES)),
+    "switch_transformers": Family(
+        every_layer("full_attention"),
+        {**_T5_SIZES, "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
+        names=_T5_NAMES,
+    ),
     **dict.fromkeys(
         ("mt5", "umt5"),
         Family(
@@ -408,15 +413,21 @@ TEXT_TYPES = {
 
 ENCODER_DECODERS: dict[str, Literal["text", "audio"]] = {
     "bart": "text",
+    "bigbird_pegasus": "text",
     "blenderbot": "text",
     "blenderbot-small": "text",
+    "led": "text",
+    "longt5": "text",
     "m2m_100": "text",
     "marian": "text",
     "mbart": "text",
     "mt5": "text",
     "mvp": "text",
+    "nllb-moe": "text",
     "pegasus": "text",
+    "pegasus_x": "text",
     "plbart": "text",
+    "switch_transformers": "text",
     "t5": "text",
     "umt5": "text",
     "whisper": "audio",
@@ -430,7 +441,10 @@ _OTHER_NAMES = {
         *("n_head", "n_heads", "num_heads", "attention_heads"),
         *("decoder_attention_heads", "num_decoder_attention_heads"),
     ),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "max_target_positions"),
+    "max_position_embeddings": (
+        *("n_positions", "max_seq_len", "max_target_positions"),
+        "max_decoder_position_embeddings",
+    ),
 }
 """Names of plain attention's fields in older configs."""
 _NOT_PLAIN = (

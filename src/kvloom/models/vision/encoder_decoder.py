@@ -68,6 +68,22 @@ class EncoderDecoder(CrossVision):
         self.decoder_prompt = _decoder_prompt(model)
         """The first tokens of the decoder, if a request has none of its own."""
         self._views: Mapping[int, tuple[LayerView, int]] = {}
+        settings = model.generation_config
+        languages = getattr(settings, "lang_to_id", None) or {}
+        self.languages = {name.strip("<|>"): int(token) for name, token in languages.items()}
+        """The languages of Whisper, such as "en", and their tokens. Empty for a model without languages."""
+        self.default_language: str | None = getattr(settings, "language", None)
+        """The language of the generation config. None if it names none."""
+        without = getattr(settings, "no_timestamps_token_id", None)
+        self.first_timestamp = None if without is None else int(without) + 1
+        """The token of 0.00 seconds; larger ids are later time stamps. None for a model without time stamps."""
+
+    @property
+    def window_frames(self) -> int:
+        """The number of frames that an encoder of audio reads."""
+        tower = self._towers[0]
+        assert isinstance(tower, _AudioEncoder)
+        return tower.frames
 
     def _make_towers(self, model: Any) -> list[Tower]:
         return [_TextEncoder(model) if encoder_input(model) == "text" else _AudioEncoder(model)]
@@ -91,10 +107,15 @@ class EncoderDecoder(CrossVision):
             decoder_prompt = (*first, *decoder_prompt)
         return decoder_prompt or self.decoder_prompt, [{"input_ids": np.fromiter(prompt, np.int64)}]
 
-    def transcription_prompt(self, language: str | None = None, task: str | None = None) -> list[int]:
-        """Return the decoder's prompt of Whisper for a task ("transcribe" or "translate"), without time stamps. The
-        default language is that of the generation config, or English. Raises ValueError for an unknown language."""
-        return [self.decoder_prompt[0], *_transcription_tokens(self._model, language, task)]
+    def transcription_prompt(
+        self, language: str | None = None, task: str | None = None, timestamps: bool = False
+    ) -> list[int]:
+        """Return the decoder's prompt of Whisper for a task ("transcribe" or "translate"), with or without time stamps.
+        The default language is that of the generation config, or English. Raises ValueError for an unknown language."""
+        found = _transcription_tokens(self._model, language, task)
+        if timestamps and found and found[-1] + 1 == self.first_timestamp:
+            found.pop()
+        return [self.decoder_prompt[0], *found]
 
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
@@ -162,7 +183,8 @@ class _TextEncoder:
         self._encoder = model.get_encoder()
         self._vocabulary = len(model.get_input_embeddings().weight)
         positions = getattr(self._encoder, "embed_positions", None)  # T5 has none, and no limit
-        limit = getattr(model.config, "max_position_embeddings", None)
+        names = ("max_encoder_position_embeddings", "max_position_embeddings")
+        limit = next((found for name in names if (found := getattr(model.config, name, None))), None)
         self.limit = None if positions is None or limit is None else int(limit)
 
     def shaped(self, given: Tensors) -> Tensors:
@@ -185,6 +207,8 @@ class _TextEncoder:
     def embed(self, inputs: Tensors) -> torch.Tensor:
         """Run the encoder. Return its output: [tokens, hidden]."""
         ids = inputs["input_ids"][None]
+        if hasattr(self._encoder, "set_attention_type"):  # a short text would change it for all later texts
+            self._encoder.set_attention_type(self._encoder.config.attention_type)
         found: torch.Tensor = self._encoder(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
         return found
 
@@ -205,7 +229,8 @@ class _AudioEncoder:
     def __init__(self, model: Any) -> None:
         config, self._encoder = model.config, model.get_encoder()
         self._tokens = int(config.max_source_positions)
-        self._shape = int(config.num_mel_bins), 2 * self._tokens
+        self.frames = 2 * self._tokens
+        self._shape = int(config.num_mel_bins), self.frames
 
     def shaped(self, given: Tensors) -> Tensors:
         features = given["input_features"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from kvloom.engine import encode_image_prompt, load_processor
+from kvloom.engine import Transcription, clip_frames, encode_image_prompt, load_processor
 from kvloom.models.paged import Image
 from kvloom.models.vision import EncoderDecoder, Vision
 from kvloom.serve.images import decode_image
 
-from .messages import Add
+from .messages import Add, ImagePrompt
 
 __all__ = ["ImagePrompts", "ImagesBusyError"]
 
@@ -36,7 +36,7 @@ class ImagePrompts:
         self._model, self._vision, self._processor = model, vision, processor
         self._waiting: OrderedDict[str, deque[Add]] = OrderedDict()  # by tenant; the next turn first
         self._waiting_bytes = 0
-        self._current: tuple[Add, Future[tuple[Add, list[Image]]]] | None = None
+        self._current: tuple[Add, Future[tuple[Add, list[Image] | Transcription]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 
     def __bool__(self) -> bool:
@@ -66,9 +66,9 @@ class ImagePrompts:
         if self._current is not None and self._current[0].id == id_:
             self._current = msgspec.structs.replace(self._current[0], id=-1), self._current[1]
 
-    def take(self) -> tuple[Add, list[Image] | ValueError] | None:
-        """Return a prepared request and its images, or the reason why it is refused. Returns None if no request is
-        ready. Does not wait.
+    def take(self) -> tuple[Add, list[Image] | Transcription | ValueError] | None:
+        """Return a prepared request and its images, or the reason why it is refused. A request with a task has a
+        transcription, which makes its prompts. Returns None if no request is ready. Does not wait.
         """
         if self._current is None or not self._current[1].done():
             return None
@@ -92,20 +92,19 @@ class ImagePrompts:
         self._waiting_bytes -= _encoded_bytes(message)
         self._current = message, self._thread.submit(self._prepare, message)
 
-    def _prepare(self, message: Add) -> tuple[Add, list[Image]]:
-        """Return the request with its expanded prompt, and its images."""
+    def _prepare(self, message: Add) -> tuple[Add, list[Image] | Transcription]:
+        """Return the request with its expanded prompt, and its images. Return a transcription for a request with a
+        task."""
         given = message.image_prompt
         assert given is not None
         self._processor = self._processor or load_processor(self._model)
+        if given.task:
+            return self._transcription(message, given)
         images = [decode_image(data) for data in given.images]
         special = given.add_special_tokens
         tokens, inputs = encode_image_prompt(
             self._processor, self._vision, given.text, images, given.audio, add_special_tokens=special
         )
-        if given.task:
-            if not isinstance(self._vision, EncoderDecoder) or self._vision.reads_text:
-                raise ValueError("this model does not transcribe audio: use a chat with audio clips")
-            tokens = self._vision.transcription_prompt(given.language or None, given.task)
         count, params = len(tokens), message.params
         if count > given.max_prompt_tokens:
             raise ValueError(
@@ -116,6 +115,16 @@ class ImagePrompts:
             params = replace(params, max_tokens=given.max_tokens - count)
         read = [self._vision.read_image(one, message.tenant, message.read, message.store) for one in inputs]
         return msgspec.structs.replace(message, prompt=tokens, params=params, image_prompt=None), read
+
+    def _transcription(self, message: Add, given: ImagePrompt) -> tuple[Add, Transcription]:
+        vision, params = self._vision, replace(message.params, logprobs=message.params.logprobs or 0)
+        if not isinstance(vision, EncoderDecoder) or vision.reads_text:
+            raise ValueError("this model does not transcribe audio: use a chat with audio clips")
+        frames, seconds = clip_frames(self._processor, given.audio[0])
+        made = Transcription(
+            vision, frames, seconds, params, given.max_tokens, given.task, given.language or None, given.timestamps
+        )  # fmt: skip
+        return msgspec.structs.replace(message, image_prompt=None), made
 
 
 def _encoded_bytes(message: Add) -> int:

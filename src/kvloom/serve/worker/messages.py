@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.core import Objective
-from kvloom.engine import Role, SamplingParams
+from kvloom.engine import Role, SamplingParams, Transcript
 
 __all__ = [
     "HEADER_BYTES",
@@ -108,7 +108,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens. If it
     is set, `max_tokens` limits prompt and output together. With a `task` ("transcribe" or "translate") the prompt is
-    that of Whisper for this task, and `language` is the language of the audio clip, such as "en".
+    that of Whisper for this task, and the clip may have any length. `language` is the language of the clip, such as "en";
+    if it is empty, the language is detected. With `timestamps`, the answer has time stamps.
     """
 
     text: str
@@ -119,6 +120,7 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     audio: list[bytes] = []
     task: str = ""
     language: str = ""
+    timestamps: bool = False
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
@@ -285,6 +287,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     - `prompt_tokens`: for a prompt with images, the number of its tokens after placeholders are expanded.
     - `embedding`: if requested, the values of the embedding as float32, little-endian.
     - `reused_tokens`: the number of prompt tokens whose K and V were copied from documents.
+    - `transcript`: for a prompt with a task, the transcript of the whole clip.
     """
 
     id: int
@@ -299,6 +302,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     prompt_tokens: int | None = None
     embedding: bytes | None = None
     reused_tokens: int = 0
+    transcript: Transcript | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True):

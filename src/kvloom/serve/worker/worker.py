@@ -17,7 +17,15 @@ import msgspec
 import torch
 
 from kvloom.core import CacheControl, RetainRange
-from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
+from kvloom.engine import (
+    Engine,
+    Grammar,
+    GrammarBusyError,
+    GrammarState,
+    Request,
+    TokenLogprobs,
+    Transcription,
+)
 from kvloom.models.paged import Image
 
 from .adapter_loads import AdapterLoads
@@ -138,6 +146,7 @@ class Worker:
         self._adapter_answers: list[AdapterAnswer] = []
         self._image_inputs: dict[int, list[Image]] = {}  # until the request is added
         self._awaiting_embeddings: dict[int, _AwaitedImages] = {}
+        self._transcriptions: dict[int, Transcription] = {}
         self._steps = 0
         self._rejected: list[Rejected] = []
         self._preemptions = self._finished_tokens = 0
@@ -240,6 +249,9 @@ class Worker:
             if one.request.finish_reason == "slo":  # the request was deferred, and then refused
                 self._refuse(one.message.id, one.request)
                 ended.append(one)
+            elif one.message.id in self._transcriptions:
+                if one.request.finish_reason is not None and self._end_window(one, deltas):
+                    ended.append(one)
             elif self._collect_deltas(one, deltas):
                 ended.append(one)
         for one in ended:
@@ -353,9 +365,52 @@ class Worker:
             self._stats_changed = True
             if isinstance(images, ValueError):
                 self._reject(message.id, images)
+            elif isinstance(images, Transcription):
+                self._transcriptions[message.id] = images
+                self._begin_window(message)
             else:
                 self._image_inputs[message.id] = images
                 self._request_embeddings(message, images)
+
+    def _begin_window(self, message: Add) -> bool:
+        """Queue the next request of a transcription. Return False if the clip is transcribed."""
+        window, vision = self._transcriptions[message.id].next(), self.engine.vision
+        if window is None:
+            return False
+        assert vision is not None
+        image = vision.read_image(window.clip, message.tenant, message.read, message.store)
+        self._image_inputs[message.id] = [image]
+        self._enqueue(msgspec.structs.replace(message, prompt=window.prompt, params=window.params))
+        return True
+
+    def _end_window(self, one: _OpenRequest, deltas: list[Delta]) -> bool:
+        """Take the tokens of a window, and queue the request of the next one. After the last window, append the delta of
+        the whole clip and return True."""
+        id_, request = one.message.id, one.request
+        transcription = self._transcriptions[id_]
+        if request.finish_reason in ("stop", "length"):
+            transcription.take_request(request, self.engine.eos)
+            if transcription.next() is not None:
+                self._close(one)
+                self._begin_window(one.message)
+                return False
+        made = transcription.transcript(self.engine.tokenizer)
+        whole = request.finish_reason in ("stop", "length")
+        reason = made.finish_reason if whole else request.finish_reason
+        deltas.append(
+            Delta(
+                id_,
+                0,
+                made.text,
+                made.tokens,
+                request.cached_tokens or 0,
+                reason,
+                prompt_tokens=_prompt_tokens(request),
+                transcript=made,
+            )
+        )
+        del self._transcriptions[id_]
+        return True
 
     def _request_embeddings(self, message: Add, images: list[Image]) -> None:
         """Ask encode workers for the embeddings of a request's images, except for images in the cache. The request
@@ -420,6 +475,7 @@ class Worker:
     def _reject(self, id_: int, error: ValueError) -> None:
         self._compiled.pop(id_, None)
         self._image_inputs.pop(id_, None)
+        self._transcriptions.pop(id_, None)
         is_retryable = isinstance(error, GrammarBusyError | ImagesBusyError)
         self._rejected.append(Rejected(id_, str(error), is_retryable))
 
@@ -427,6 +483,7 @@ class Worker:
         """Refuse a request that cannot meet its objective."""
         assert request.slo is not None
         report = request.slo.report(0)
+        self._transcriptions.pop(id_, None)
         self._rejected.append(Rejected(id_, report["refusal"], True, report))
 
     def _enqueue(self, message: Add) -> None:
@@ -499,6 +556,7 @@ class Worker:
         return True
 
     def _cancel(self, id_: int) -> None:
+        self._transcriptions.pop(id_, None)
         one = self._open.get(id_)
         if one is not None:
             self.engine.cancel(one.request)
