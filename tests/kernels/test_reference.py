@@ -497,9 +497,9 @@ def test_parts_refuse_images() -> None:
         attend(torch.randn(2, HEADS, DIM), batch.k, batch.v, batch.tables, batch.starts, batch.lengths, mask)
 
 
-def test_gpu_kernels_refuse_pages_with_a_part_of_each_block() -> None:
+def test_a_plan_must_be_for_the_part_of_each_block_in_the_mask() -> None:
     q, k = torch.zeros(1, 4, 64), torch.zeros(2, 16, 2, 64)
     call = Shape(4, 2, 64, 64, 16, torch.float32), q, k, k, torch.zeros(1, 1, dtype=torch.int32)
     check_call(*call, Mask(), None, None)
-    with pytest.raises(ValueError, match="read whole blocks"):
+    with pytest.raises(ValueError, match="make a plan for the mask's part"):
         check_call(*call, Mask(part=ContextPart(1, 2)), None, None)

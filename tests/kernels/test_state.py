@@ -381,7 +381,7 @@ def check_dtype(rule: Rule, run: Callable[..., torch.Tensor], dtype: torch.dtype
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.cpu().double() - expected).norm() / expected.norm())
+    return float((got.cpu().double() - expected.cpu()).norm() / expected.cpu().norm())
 
 
 # Hugging Face's own functions, where they are right.

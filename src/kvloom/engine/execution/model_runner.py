@@ -176,7 +176,11 @@ class ModelRunner:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
         self._small_model = (
             small_model(model, self.pages, cache.max_tokens)
-            if target is not None and buffer.is_cpu and not separate and self._ranks is None and lora is None
+            if target is not None
+            and buffer.is_cpu
+            and self._is_fusible
+            and self._ranks is None
+            and lora is None
             else None
         )
 
@@ -264,8 +268,8 @@ class ModelRunner:
         """
         if self._small_model is not None and not (whole or pooled) and _is_small(works):
             ones = np.ones(len(works), np.int64)
-            logits = self._run_small_model(self._small_model, works, ones, False)[1]
-            return logits if wanted is None else logits[list(wanted)]
+            rows = self._run_small_model(self._small_model, works, ones, False)[1]
+            return rows if wanted is None else rows[list(wanted)]
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
         if self._ranks is not None and any(work.source >= 0 for work in works):
