@@ -171,23 +171,18 @@ class ModelRunner:
         """Graphs of steps with drafts. None if there is no speculation or the model does not support these graphs."""
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts. None if the model cannot be captured."""
-        is_staged = self._ranks is not None and self._ranks.every.is_staged
-        if graphs and buffer.is_cuda and self._is_replayable and not is_staged:
+        if graphs and buffer.is_cuda and self._is_replayable:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
-        self._small_model = (
-            small_model(model, self.pages, cache.max_tokens)
-            if target is not None
-            and buffer.is_cpu
-            and self._is_fusible
-            and self._ranks is None
-            and lora is None
-            else None
-        )
+        self._small_model = None
+        if target is not None and buffer.is_cpu and self._is_fusible and self._ranks is None and lora is None:
+            self._small_model = small_model(model, self.pages, cache.max_tokens)
 
     @property
     def _is_replayable(self) -> bool:
-        """Whether steps can be captured. Not those of encoder-decoder models, nor of sequences that run one by one."""
-        return self.pages.is_replayable and self._is_fusible
+        """Whether steps can be captured. This is not possible for encoder-decoder models, for sequences that run one by
+        one, and if ranks exchange tensors through host memory."""
+        is_staged = self._ranks is not None and self._ranks.every.is_staged
+        return self.pages.is_replayable and self._is_fusible and not is_staged
 
     def _create_graphs(self, draft_length: int, is_draft: bool, invariant: bool) -> None:
         """Create the objects that capture and replay CUDA graphs. Captures no graph yet."""
