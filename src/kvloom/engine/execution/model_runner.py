@@ -155,9 +155,7 @@ class ModelRunner:
         """Tokens sampled by the previous step. The `source` of a work is an index into these tokens."""
         self.decoder = _decoder_of(model)
         """The part of the model that ends with the final norm. None if this part is not a separate module."""
-        # A few families return their output matrix as decoder.
-        has_decoder = hasattr(self.decoder, "get_input_embeddings")
-        self._divides_steps = cache.layout.part != WHOLE and has_decoder and not whole_steps
+        self._divides_steps = cache.layout.part != WHOLE and _is_decoder(self.decoder) and not whole_steps
         if self._divides_steps and self.decoder is not None:
             self.decoder.register_forward_hook(self._join_hidden_states)
         self.hidden_states: list[torch.Tensor] = []
@@ -510,6 +508,11 @@ def _numerics(invariant: bool) -> AbstractContextManager[Any]:
     from kvloom.kernels.batch_invariant import BatchInvariant
 
     return BatchInvariant()  # type: ignore[no-untyped-call]
+
+
+def _is_decoder(found: Any) -> bool:
+    """Return whether a result of `_decoder_of` is a decoder. A few families return their output matrix."""
+    return hasattr(found, "get_input_embeddings")
 
 
 def _decoder_of(model: Any) -> torch.nn.Module | None:
