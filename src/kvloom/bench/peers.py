@@ -53,7 +53,7 @@ _SGLANG_REAL = (
 
 
 def available() -> dict[str, str]:
-    """Return each peer's version, or the reason why it cannot be measured. Imports no peer."""
+    """Return the version of each compared system, or the reason why it cannot be measured. Imports none of them."""
     sglang, root = _version("sglang"), _folder("sglang")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     rust = sglang

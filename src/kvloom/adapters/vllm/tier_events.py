@@ -42,8 +42,8 @@ class _Block:
 
 
 class TierEvents:
-    """Creates vLLM's events from changes of tiers. A layer group has events only if its block size equals that of the
-    blocks that vLLM hashes.
+    """Creates vLLM's KV cache events (block stored, block removed) when tiers gain or lose blocks. Only layer groups whose
+    block size equals vLLM's hash block size have events.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], hash_tokens: int) -> None:

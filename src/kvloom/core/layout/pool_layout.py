@@ -92,7 +92,7 @@ class PageGroup:
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:
-        """Return the number of the page (run) that contains a layer, and the index of the layer in this page."""
+        """Return the index of the page that contains a layer, and the index of the layer in this page."""
         try:
             return divmod(self.layers.index(layer), self.run_layers)
         except ValueError:

@@ -250,7 +250,8 @@ class RankSequence(msgspec.Struct, frozen=True):
 
     - `row` is its row in the block tables.
     - `serial` identifies the sequence, because a later sequence may get the same row.
-    - `length` and `state_length` are its lengths before the step.
+    - `length` is the number of its tokens with K and V before the step.
+    - `state_length` is the number of tokens that its recurrent states contain before the step.
     """
 
     row: int

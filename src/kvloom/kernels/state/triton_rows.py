@@ -163,7 +163,8 @@ def batch_invariant_kernel(kernel: Any) -> Any:
     and alignments of a call.
 
     Triton normally compiles special versions for a size of 1 and for aligned addresses. These versions could sum in
-    another order. The arguments of the pages may be specialised, because they never change.
+    another order. Arguments that describe the pages (addresses, strides) may still be specialised,
+    because they are the same in every call of a layer.
     """
     varying = [
         name

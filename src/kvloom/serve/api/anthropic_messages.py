@@ -194,8 +194,8 @@ class MessagesBuilder(ChatResponse):
         """Return the token counts of a message in Anthropic's format.
 
         Prompt tokens are divided into three counts: tokens read from the cache, other tokens before the last
-        breakpoint ("creation"), and other tokens after it. If tokens were copied from documents, their number and
-        `approximate` are added.
+        breakpoint ("creation"), and other tokens after it. If K and V of tokens were copied from documents, the
+        result also contains the number of these tokens, and the field `approximate`: true.
         """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)

@@ -58,14 +58,16 @@ class PeerConfig:
 
     - `port`: 0 selects a free port.
     - `secret`: empty selects this user's default secret (secret.py), which is allowed only on loopback. A given secret
-      needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
+      needs at least 16 bytes. On loopback, the server also opens a Unix
+      socket for clients of this user.
     - `unix_socket`: the path of a second Unix socket, for `allowed_uids`, this user and root.
     - `tls`: whether TCP connections are encrypted. "auto" encrypts unless `host` is loopback.
     - `read_only`: clients cannot store or drop pages.
     - `timeout`: the largest number of seconds for one exchange of messages.
-    - `handshake_seconds`, `lease_seconds`: the server closes a connection whose handshake or lease takes longer.
+    - `handshake_seconds`, `lease_seconds`: the server closes a connection whose handshake takes longer, or whose
+      client holds a lease (the right to read pages in shared memory) longer.
     - `max_handshakes`: the largest number of connections that have not ended their handshake.
-    - `max_connections`: the largest number of admitted connections. One user or address may have half of them. Above
+    - `max_connections`: the largest number of admitted connections. One user or address may have at most half of them. Above
       the limit, a new connection replaces one that was idle for `idle_seconds`.
     """
 
