@@ -263,8 +263,8 @@ def test_encoders_are_refused_and_decoders_run() -> None:
     assert refusal(config_of("bert")) is None
     assert refusal(config_of("bart")) is None
     assert refusal(config_of("bart", architectures=["BartForConditionalGeneration"])) is None
-    assert "save its decoder as BigBirdPegasusForCausalLM" in str(
-        refusal(config_of("bigbird_pegasus", architectures=["BigBirdPegasusForConditionalGeneration"]))
+    assert "save its decoder as ProphetNetForCausalLM" in str(
+        refusal(config_of("prophetnet", architectures=["ProphetNetForConditionalGeneration"]))
     )
 
 

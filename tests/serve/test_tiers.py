@@ -27,7 +27,7 @@ def test_a_server_hits_pages_that_another_process_left_on_disk(folder: Path, tmp
     llm = LLM(str(folder), device="cpu", dtype="float32", pool_bytes=16 << 20, tiers=["host:8MiB", disk])
     (first,) = llm.generate([PROMPT], SamplingParams(max_tokens=8, temperature=0))
     llm.close()
-    tiers = ("--pool", "16MiB", "--tier", "host:8MiB", "--tier", disk)
+    tiers = ("--pool", "16MiB", "--load", "always", "--tier", "host:8MiB", "--tier", disk)
     with running(folder, *tiers, "--tier", "peer://me:secret@127.0.0.1:1?optional=1") as server:
         assert "tier host: 8 MiB" in server.said
         told = next(line for line in server.said if line.startswith(f"tier disk:{tmp_path}: 256 MiB, "))

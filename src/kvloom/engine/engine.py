@@ -416,6 +416,9 @@ class Engine:
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         request = self._create_request(tokens, ids, images, params, control or CacheControl(), priority, lora)
         request.offers_pages, request.awaits_peer = offers_pages or self.role == "prefill", awaits_peer
+        if self.scheduler.documents is not None:  # a hand-over copies no documents
+            for sample in request.family:
+                sample.documents = self.scheduler.documents.documents_of(request)
         objective = self._objective(request, slo)
         if objective and not resume:
             now = self.cache.clock.now()
@@ -442,8 +445,8 @@ class Engine:
         priority: int,
         lora: str | None,
     ) -> Request:
-        """Return a request with all its samples. `tokens` and `ids` are the same prompt. Finds its adapter, images and
-        documents. Its cache control is `control`, as far as this engine supports it, with the digest of the adapter.
+        """Return a request with all its samples. `tokens` and `ids` are the same prompt. Finds its adapter and
+        images. Its cache control is `control`, as far as this engine supports it, with the digest of the adapter.
         Raises ValueError for an unknown adapter, and for images that do not match the prompt."""
         control = self._with_known_lossy(control)
         adapter, activation = self._adapter_of(lora, ids)
@@ -466,9 +469,6 @@ class Engine:
             activation=activation,
         )
         request.add_samples()
-        if documents is not None:
-            for sample in request.family:
-                sample.documents = documents.documents_of(request)
         return request
 
     def _add_documents(self, request: Request) -> None:
