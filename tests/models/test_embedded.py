@@ -49,5 +49,6 @@ def test_embedded_models_are_small_and_described() -> None:
     assert sum(weights.values()) < 40e6
     for name in weights:
         card = (FOLDER / name / "README.md").read_text()
-        assert all(part in card for part in ("## Data", "## Training", "## Held-out loss", "PSF-2.0"))
+        measured = "## Acceptance" if name == "draft" else "## Held-out loss"
+        assert all(part in card for part in ("## Data", "## Training", measured, "PSF-2.0"))
         assert json.loads((FOLDER / name / "config.json").read_text())["dtype"] == "bfloat16"

@@ -16,7 +16,7 @@ the victim's prompts, one of the two is faster more often than by chance.
 In the control, one tenant has both roles, and its own prompts are faster. If a busy machine hides this difference, the
 times show nothing, and the test is skipped.
 
-$KVLOOM_TIMING_SAMPLES is the number of samples (default: 100).
+$KVLOOM_TIMING_SAMPLES is the number of samples (default: 40).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.cluster.fleet import free_port, started, until
 from tests.engine.made_tokenizers import byte_level
 
-SAMPLES = int(os.environ.get("KVLOOM_TIMING_SAMPLES", "100"))
+SAMPLES = int(os.environ.get("KVLOOM_TIMING_SAMPLES", "40"))
 TOKENS = 700
 LAG = 2
 """Number of prompts that the victim sends after a prompt, before the attacker tries this prompt."""

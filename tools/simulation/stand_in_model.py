@@ -99,6 +99,7 @@ class StandInModel:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.config = SimpleNamespace(is_encoder_decoder=False, model_type=kind)
         self.generation_config = SimpleNamespace(eos_token_id=EOS)
         self._weight = torch.zeros(VOCABULARY, 1)
 
